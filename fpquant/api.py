@@ -1,0 +1,408 @@
+"""What the CLI calls and a notebook imports: calibrate, quantize, load, evaluate, generate, export."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fpquant import __version__, checkpoint, models
+from fpquant.calibration.data import calibration_data, evaluation_data
+from fpquant.calibration.fisher import fisher_pass
+from fpquant.calibration.pipeline import check_weights, choose_scales, quantize_weights
+from fpquant.calibration.sensitivity import (
+    Sensitivity,
+    SensitivityKey,
+    clip_path,
+    default_path,
+    load_clips,
+    load_sensitivity,
+    model_fingerprint,
+    save_clips,
+    save_sensitivity,
+)
+from fpquant.errors import FpquantError
+from fpquant.evaluation.perplexity import perplexity
+from fpquant.evaluation.records import Result
+from fpquant.linear import QuantLinear
+from fpquant.models import LoadedModel, Skipped, find_modules, load_model, pick_device
+from fpquant.packing import BlockMixedTensor
+from fpquant.progress import Track, no_progress
+from fpquant.recipe import Recipe, load_recipe, override
+from fpquant.report.card import model_card
+from fpquant.schemes import block_count
+
+TASKS = ("perplexity",)
+
+
+@dataclass
+class Stages:
+    """How long each stage took, in seconds, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A quantized model in memory, and how it came about. `summary` is what `fpquant calibrate` prints."""
+
+    model: Any
+    tokenizer: Any
+    recipe: Recipe
+    config: dict[str, Any]
+    record: dict[str, Any]
+    summary: dict[str, Any]
+    skipped: tuple[Skipped, ...]
+    stored_dtype: torch.dtype
+    out: Path | None = None
+    measured: dict[str, list[Result]] = field(default_factory=dict)
+
+
+def calibrate(
+    model: str,
+    recipe: Recipe | str | None = None,
+    *,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    sensitivity: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    evaluate_on: str | None = None,
+    track: Track = no_progress,
+    **settings: Any,
+) -> Calibration:
+    """Quantize a model and write it: the whole of `fpquant calibrate`.
+
+    model: a hub id, a directory, a .gguf file or `demo`. recipe: a Recipe, a recipe's name or a YAML file; `settings`
+    (ratio, pair, policy, dataset, samples, ...) override it. out: the directory to write, by default named after
+    model, recipe or pair, and ratio. sensitivity: a file to reuse or to write (default: the cache). evaluate_on: a
+    data set to measure perplexity on before and after.
+    Raises FpquantError, with nothing written, for anything the user can mend.
+    """
+    chosen = resolve_recipe(recipe, **settings)
+    target = Path(out).expanduser() if out is not None else default_out(model, chosen)
+    checkpoint.prepare_out(target, overwrite)
+    stages = Stages()
+    with stages.timed("load"):
+        loaded = load_model(model, device=pick_device(device), dtype=dtype, trust_remote_code=trust_remote_code)
+    measured = {}
+    if evaluate_on is not None:
+        with stages.timed("evaluate"):
+            measured["original"] = evaluate(loaded, dataset=evaluate_on, track=track)
+    result = quantize(loaded, chosen, sensitivity=sensitivity, stages=stages, track=track)
+    if evaluate_on is not None:
+        with stages.timed("evaluate"):
+            measured["quantized"] = evaluate(loaded, dataset=evaluate_on, track=track)
+    record = result.record | {"evaluation": {k: [r.to_dict() for r in rs] for k, rs in measured.items()}}
+    return save(replace(result, record=record, measured=measured), target, stages=stages)
+
+
+def evaluation_of(recipe: Recipe, dataset: str | None) -> str:
+    """The data set to evaluate on: the one given, or the held-out part of a named calibration set."""
+    if dataset is not None:
+        return dataset
+    if recipe.dataset in ("wikitext", "vital-articles"):
+        return recipe.dataset
+    raise FpquantError(
+        f"--eval on the calibration text {recipe.dataset} would flatter the result; name other text with --eval-dataset"
+    )
+
+
+def quantize(
+    loaded: LoadedModel,
+    recipe: Recipe,
+    *,
+    sensitivity: str | Path | None = None,
+    stages: Stages | None = None,
+    track: Track = no_progress,
+) -> Calibration:
+    """Quantize a loaded model in memory: its linear modules become QuantLinears. Nothing but the cache is written."""
+    stages = stages or Stages()
+    model = loaded.model
+    modules, skipped = find_modules(model, recipe.include, recipe.exclude)
+    with stages.timed("check"):
+        check_weights(modules)
+    known = None
+    if recipe.needs_sensitivity:
+        with stages.timed("sensitivity"):
+            known = find_sensitivity(loaded, modules, recipe, sensitivity, track)
+    statistics = known.modules if known else None
+    with stages.timed("clip"):
+        scales = _clipped_scales(modules, recipe, known, track)
+    with stages.timed("assign and pack"):
+        packed, assignment = quantize_weights(modules, recipe, statistics, scales, track)
+        for name, tensor in packed.items():
+            replace_by_quant_linear(model, name, tensor)
+    settings = {
+        "ratio": None if recipe.weights.is_uniform else recipe.ratio,
+        "policy": None if recipe.weights.is_uniform else recipe.policy,
+        "clip": recipe.clip,
+        "threshold": None if assignment is None else _threshold_record(recipe, assignment.thresholds),
+        "seed": recipe.seed,
+    }
+    specs = {n: checkpoint.ModuleSpec(t.shape, t.high_blocks) for n, t in packed.items()}
+    config = checkpoint.quantization_config(specs, recipe.weights, settings)
+    _attach(model, config)
+    summary = _summary(loaded, recipe, packed, skipped)
+    summary["ratio_achieved"] = None if assignment is None else assignment.ratio
+    summary["threshold"] = settings["threshold"]
+    record = {
+        "fpquant": __version__,
+        "versions": _versions(),
+        "model": loaded.name,
+        "recipe": recipe.to_dict(),
+        "sensitivity": None if known is None else {"data": known.key.data, "model": known.key.model, **known.record},
+        "skipped": [{"name": s.name, "weights": s.weights, "reason": s.reason} for s in skipped],
+    }
+    return Calibration(model, loaded.tokenizer, recipe, config, record, summary, tuple(skipped), loaded.stored_dtype)
+
+
+def save(result: Calibration, out: str | Path, *, stages: Stages | None = None) -> Calibration:
+    """Write a quantized model as a directory; a model that `out` holds is replaced."""
+    target = Path(out)
+    seconds = {k: round(v, 2) for k, v in (stages or Stages()).seconds.items()}
+    summary = result.summary | {"seconds": seconds, "peak_memory_bytes": peak_memory()}
+    record = result.record | {"results": summary}
+    checkpoint.save_checkpoint(
+        result.model,
+        result.tokenizer,
+        target,
+        config=result.config,
+        record=record,
+        card=model_card(result.record["model"], result.config, summary),
+        stored_dtype=result.stored_dtype,
+    )
+    summary |= {"tensor_bytes": checkpoint.tensor_bytes(target)}
+    return replace(result, record=record, summary=summary, out=target)
+
+
+def find_sensitivity(
+    loaded: LoadedModel,
+    modules: Mapping[str, nn.Module],
+    recipe: Recipe,
+    path: str | Path | None = None,
+    track: Track = no_progress,
+) -> Sensitivity:
+    """The Sensitivity of these modules and the recipe's data: read where it is kept, or else made and kept."""
+    data = calibration_data(
+        recipe.dataset, loaded.tokenizer, samples=recipe.samples, seq_len=recipe.seq_len, seed=recipe.seed
+    )
+    dtype = str(next(iter(modules.values())).weight.dtype).removeprefix("torch.")
+    key = SensitivityKey(model=model_fingerprint(modules), data=data.fingerprint, dtype=dtype)
+    file = Path(path).expanduser() if path is not None else default_path(key)
+    if file.is_file():
+        return load_sensitivity(file, key, modules)
+    start = time.perf_counter()
+    result = fisher_pass(loaded.model, modules, data.ids, track=track)
+    record = {
+        "model": loaded.name,
+        "dataset": recipe.dataset,
+        "samples": recipe.samples,
+        "seq_len": recipe.seq_len,
+        "seed": recipe.seed,
+        "dtype": dtype,
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+    return save_sensitivity(result, key, record, file)
+
+
+def _clipped_scales(
+    modules: Mapping[str, nn.Module], recipe: Recipe, known: Sensitivity | None, track: Track
+) -> dict[str, torch.Tensor]:
+    if recipe.clip == "none" or known is None or known.path is None or recipe.clip is None:
+        return choose_scales(modules, recipe, None, track)
+    path = clip_path(known.path, recipe.weights.low.name, recipe.clip)
+    shapes = {}
+    for name, module in modules.items():
+        out_features, in_features = models.weight_of(module).shape
+        shapes[name] = (out_features, block_count(in_features))
+    kept = load_clips(path, known.key, shapes)
+    if kept is None:
+        kept = choose_scales(modules, recipe, known.modules, track)
+        save_clips(kept, known.key, path)
+    return kept
+
+
+def replace_by_quant_linear(model: nn.Module, name: str, packed: BlockMixedTensor) -> None:
+    """Put a QuantLinear over `packed` in the place of a linear module, with its bias."""
+    old = model.get_submodule(name)
+    bias = getattr(old, "bias", None)
+    checkpoint.replace_module(
+        model, name, QuantLinear.from_packed(packed, bias if isinstance(bias, nn.Parameter) else None)
+    )
+
+
+def load(directory: str | Path, *, device: str = "auto", dtype: str = "auto", verify: bool = True) -> Any:
+    """Open a quantized model directory; the model is in evaluation mode.
+
+    Checks structure, and with `verify` the recorded sha256 of each shard (1.2 s a GB). Raises FpquantError, naming
+    the shard or tensor, for anything damaged or incomplete. For the tokenizer use transformers.AutoTokenizer.
+    """
+    return open_model(str(directory), device=device, dtype=dtype, verify=verify, must_be_quantized=True).model
+
+
+def open_model(
+    spec: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    verify: bool = True,
+    must_be_quantized: bool = False,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Open any model, quantized or not; a quantized directory is checked first."""
+    directory = Path(spec).expanduser()
+    if must_be_quantized and not directory.is_dir():
+        raise FpquantError(f"no such directory: {spec}; give the --out of `fpquant calibrate`")
+    if must_be_quantized or checkpoint.is_quantized(directory):
+        config = checkpoint.read_config(directory)
+        pair, specs = checkpoint.parse_config(config["quantization_config"])
+        if verify:
+            checkpoint.check_hashes(directory)
+        checkpoint.check_headers(checkpoint.shards(directory), pair, specs)
+    return load_model(spec, device=pick_device(device), dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def evaluate(
+    model: str | LoadedModel,
+    *,
+    tasks: tuple[str, ...] = ("perplexity",),
+    dataset: str = "wikitext",
+    window: int = 2048,
+    limit: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    track: Track = no_progress,
+) -> list[Result]:
+    """Measure a model: a spec as in `calibrate`, a quantized directory, or one already loaded."""
+    for task in tasks:
+        if task not in TASKS:
+            raise FpquantError(f"unknown task {task!r}; choices: {', '.join(TASKS)}")
+    loaded = (
+        open_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        if isinstance(model, str)
+        else model
+    )
+    data = evaluation_data(dataset, loaded.tokenizer, window=window, limit=limit)
+    return [perplexity(loaded.model, loaded.tokenizer, data, track=track)]
+
+
+def generate(
+    model: str | LoadedModel, prompt: str, *, max_new_tokens: int = 64, device: str = "auto", dtype: str = "auto"
+) -> str:
+    """Greedy continuation of a prompt (through the chat template where the model has one is left to the caller).
+
+    On a CPU the dense weights are kept while generating: decoding them anew for each token would take most of the time.
+    """
+    loaded = open_model(model, device=device, dtype=dtype) if isinstance(model, str) else model
+    network, tokenizer = loaded.model, loaded.tokenizer
+    inputs = tokenizer(prompt, return_tensors="pt").to(network.device)
+    if inputs["input_ids"].numel() == 0:
+        raise FpquantError("the prompt is empty; give --prompt some text")
+    quantized = list(checkpoint.quant_modules(network).values()) if network.device.type == "cpu" else []
+    for module in quantized:
+        module.cache_dense(network.dtype)
+    try:
+        tokens = network.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        )
+    finally:
+        for module in quantized:
+            module.cache_dense(None)
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
+
+
+def export(
+    directory: str | Path, out: str | Path, *, to: str = "dequantized", dtype: str = "auto", overwrite: bool = False
+) -> Path:
+    """Write a quantized directory as an ordinary one that needs no fpquant.
+
+    dtype: of the dequantized weights, float32, bfloat16 or float16; `auto` is the dtype that the rest is stored in.
+    """
+    if to != "dequantized":
+        raise FpquantError(f"unknown export {to!r}; choices: dequantized")
+    source, target = Path(directory).expanduser(), Path(out).expanduser()
+    checkpoint.prepare_out(target, overwrite)
+    loaded = open_model(str(source), device="cpu", dtype=dtype, must_be_quantized=True)
+    stored = loaded.stored_dtype if dtype == "auto" else loaded.model.dtype
+    checkpoint.save_dequantized(loaded.model.to(stored), loaded.tokenizer, target)
+    return target
+
+
+def resolve_recipe(recipe: Recipe | str | None, **settings: Any) -> Recipe:
+    """A recipe from its name, file or nothing, with settings that are not None put over it."""
+    base = load_recipe(recipe) if isinstance(recipe, str) else recipe or Recipe()
+    return override(base, **settings)
+
+
+def default_out(model: str, recipe: Recipe) -> Path:
+    """The directory name that says model, recipe or pair, and ratio."""
+    name = models.DEMO_NAME if model == "demo" else Path(model).stem if model.endswith(".gguf") else Path(model).name
+    parts = [name, recipe.name or recipe.pair.replace("/", "-")]
+    if not recipe.weights.is_uniform:
+        parts.append(f"{recipe.ratio:g}")
+    return Path("-".join(parts))
+
+
+def peak_memory() -> dict[str, int]:
+    """Peak resident memory of this process, and of its allocations on the GPU, in bytes."""
+    peak = {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if torch.cuda.is_available():
+        peak["cuda"] = torch.cuda.max_memory_allocated()
+    return peak
+
+
+def _attach(model: Any, config: dict[str, Any]) -> None:
+    from fpquant.integrations.transformers import attach
+
+    attach(model, config)
+
+
+def _threshold_record(recipe: Recipe, limits: Mapping[str, float]) -> float | str | dict[str, float | str]:
+    as_json = {n: t if abs(t) != float("inf") else str(t) for n, t in limits.items()}
+    return next(iter(as_json.values())) if recipe.threshold == "global" else as_json
+
+
+def _summary(
+    loaded: LoadedModel, recipe: Recipe, packed: Mapping[str, BlockMixedTensor], skipped: list[Skipped]
+) -> dict[str, Any]:
+    weights = sum(t.shape[0] * t.shape[1] for t in packed.values())
+    stored = sum(t.nbytes for t in packed.values())
+    return {
+        "model": loaded.name,
+        "pair": recipe.pair,
+        "modules": len(packed),
+        "weights": weights,
+        "bits_per_weight": 8 * stored / weights,
+        "original_bits_per_weight": 8 * loaded.stored_dtype.itemsize,
+        "quantized_bytes": stored,
+        "skipped_modules": len(skipped),
+        "skipped_weights": sum(s.weights for s in skipped),
+    }
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,0 +1,340 @@
+"""The quantized model directory: save and load are inverses.
+
+A Hugging Face directory whose config.json carries `quantization_config`, plus fpquant.json: the record of how it was
+made, with the sha256 of each shard. ARCHITECTURE.md lists the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from fpquant.cache import written_whole
+from fpquant.errors import FpquantError
+from fpquant.linear import QuantLinear
+from fpquant.models import is_conv1d
+from fpquant.packing import STREAMS, BlockMixedTensor, check, stream_sizes
+from fpquant.schemes import BLOCK_SIZE, Pair, block_count, get_pair
+
+QUANT_METHOD = "fpquant"
+FORMAT_VERSION = 1
+RECORD_FILE = "fpquant.json"
+MAX_SHARD_SIZE = "5GB"
+MAX_FEATURES = 1 << 24
+
+_DTYPE_NAMES = {torch.uint8: "U8", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """What config.json says of a quantized module: every stream's size follows from it."""
+
+    shape: tuple[int, int]
+    high_blocks: int
+
+
+def quantization_config(packed: Mapping[str, ModuleSpec], pair: Pair, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of config.json. settings: ratio, policy, clip, threshold, seed."""
+    return {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        ("scheme" if pair.is_uniform else "pair"): pair.name,
+        "block_size": BLOCK_SIZE,
+        **settings,
+        "activations": None,
+        "modules": {n: {"shape": list(m.shape), "high_blocks": m.high_blocks} for n, m in sorted(packed.items())},
+    }
+
+
+def parse_config(config: Mapping[str, Any]) -> tuple[Pair, dict[str, ModuleSpec]]:
+    """(pair, modules) of a `quantization_config`. Raises FpquantError where it is not one that this version reads."""
+    if (version := config.get("format_version")) != FORMAT_VERSION:
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        remedy = "update fpquant" if newer else "the checkpoint is damaged"
+        raise FpquantError(f"checkpoint format version {version!r} is not {FORMAT_VERSION}; {remedy}")
+    if config.get("block_size") != BLOCK_SIZE or not isinstance(config.get("modules"), Mapping):
+        raise FpquantError("quantization_config lacks block_size 16 or modules; the checkpoint is damaged")
+    pair = get_pair(str(config.get("pair") or config.get("scheme")))
+    return pair, {str(name): _parse_module(name, m, pair) for name, m in config["modules"].items()}
+
+
+def _parse_module(name: object, module: Any, pair: Pair) -> ModuleSpec:
+    try:
+        out_features, in_features = module["shape"]
+        high = module["high_blocks"]
+        numbers = (out_features, in_features, high)
+        valid = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
+        valid = valid and 0 < out_features <= MAX_FEATURES and 0 < in_features <= MAX_FEATURES
+        valid = valid and 0 <= high <= (0 if pair.is_uniform else out_features * block_count(in_features))
+    except (TypeError, KeyError, ValueError):
+        valid = False
+    if not valid:
+        raise FpquantError(
+            f"quantization_config describes {name} as {module!r}, which is no weight; the checkpoint is damaged"
+        )
+    return ModuleSpec((out_features, in_features), high)
+
+
+def install_empty(model: nn.Module, pair: Pair, modules: Mapping[str, ModuleSpec], dtype: torch.dtype) -> None:
+    """Put QuantLinears of the right sizes in the place of a model's linear modules, on the device they are on."""
+    for name, spec in modules.items():
+        try:
+            old = model.get_submodule(name)
+        except AttributeError as error:
+            raise FpquantError(
+                f"the model has no module {name}, which the checkpoint quantizes; it is damaged"
+            ) from error
+        weight = getattr(old, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            raise FpquantError(
+                f"module {name}, which the checkpoint quantizes, is not linear; the checkpoint is damaged"
+            )
+        shape = tuple(weight.shape[::-1] if is_conv1d(old) else weight.shape)
+        if shape != spec.shape:
+            raise FpquantError(f"module {name} is {shape}, the checkpoint says {spec.shape}; the checkpoint is damaged")
+        new = QuantLinear(
+            spec.shape[1],
+            spec.shape[0],
+            pair,
+            high_blocks=spec.high_blocks,
+            bias=getattr(old, "bias", None) is not None,
+            dtype=dtype,
+            device=weight.device,
+        )
+        replace_module(model, name, new)
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` where `name` is, in the mode (training or evaluation) of what was there."""
+    parent, _, child = name.rpartition(".")
+    new.train(model.get_submodule(name).training)
+    setattr(model.get_submodule(parent), child, new)
+
+
+def quant_modules(model: nn.Module) -> dict[str, QuantLinear]:
+    """The QuantLinears of a model by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+
+
+def save_checkpoint(
+    model: Any,
+    tokenizer: Any,
+    out: Path,
+    *,
+    config: Mapping[str, Any],
+    record: Mapping[str, Any],
+    card: str,
+    stored_dtype: torch.dtype,
+) -> None:
+    """Write a quantized model whole, or not at all; a directory that `out` names is replaced.
+
+    What is not quantized is stored in `stored_dtype`. record: what fpquant.json holds besides the shards' sha256;
+    card: the text of README.md.
+    """
+    kept = {f"{name}.{stream}" for name in config["modules"] for stream in STREAMS}
+    state = {
+        name: t if name in kept or not t.is_floating_point() else t.to(stored_dtype)
+        for name, t in model.state_dict().items()
+    }
+    with written_whole(out) as temporary:
+        try:
+            model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
+        except SafetensorError as error:
+            raise FpquantError(f"cannot write {out}: {error}; free space or choose another place") from error
+        _share(temporary)
+        path = temporary / "config.json"
+        whole = json.loads(path.read_text())
+        whole["quantization_config"] = dict(config)
+        whole["dtype"] = str(stored_dtype).removeprefix("torch.")
+        path.write_text(json.dumps(whole, indent=2) + "\n")
+        tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(card)
+        hashes = {shard.name: sha256(shard) for shard in shards(temporary)}
+        (temporary / RECORD_FILE).write_text(json.dumps({**record, "sha256": hashes}, indent=2) + "\n")
+
+
+def _share(directory: Path) -> None:
+    """Give shards the permissions that new files have: safetensors makes them readable by the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for shard in shards(directory):
+        shard.chmod(0o666 & ~mask)
+
+
+def prepare_out(out: Path, overwrite: bool) -> None:
+    """Refuse, before any work, an output directory that holds something.
+
+    With `overwrite` one that holds a model is accepted, to be replaced at the end; never any other.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        parent = next(p for p in (out, *out.absolute().parents) if p.exists())
+        if not parent.is_dir():
+            raise FpquantError(f"cannot create {out}: {parent} is a file; choose another --out")
+        return
+    if not out.is_dir():
+        raise FpquantError(f"output {out} is a file; choose another --out")
+    if not overwrite:
+        raise FpquantError(f"output directory {out} is not empty; choose another --out or pass --overwrite")
+    if not (out / "config.json").is_file():
+        raise FpquantError(
+            f"output directory {out} holds no model, so --overwrite leaves it alone; choose another --out"
+        )
+
+
+def shards(directory: Path) -> list[Path]:
+    """The safetensors files of a directory, in order."""
+    return sorted(directory.glob("*.safetensors"))
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tensor_bytes(directory: Path) -> int:
+    """Bytes of all tensors in a directory's shards (headers not counted)."""
+    return sum(shard.stat().st_size - 8 - int.from_bytes(_head(shard), "little") for shard in shards(directory))
+
+
+def _head(shard: Path) -> bytes:
+    with shard.open("rb") as file:
+        return file.read(8)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a quantized model directory. Raises FpquantError where there is none."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        method = config["quantization_config"]["quant_method"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FpquantError(
+            f"{directory} is not a model quantized by fpquant; give the --out of `fpquant calibrate`"
+        ) from error
+    if method != QUANT_METHOD:
+        raise FpquantError(f"{directory} was quantized by {method!r}, not by fpquant")
+    return dict(config)
+
+
+def is_quantized(directory: Path) -> bool:
+    """Whether a directory holds a model quantized by fpquant."""
+    try:
+        read_config(directory)
+    except FpquantError:
+        return False
+    return True
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """fpquant.json, or an empty record where a directory has none (saved again by another tool)."""
+    path = directory / RECORD_FILE
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise FpquantError(f"{path} is damaged: {error}; restore it, or delete it to go without hashes") from error
+
+
+def check_hashes(directory: Path) -> list[str]:
+    """Compare each shard with its recorded sha256; returns the shards checked (none where none were recorded)."""
+    recorded = read_record(directory).get("sha256", {})
+    present = {s.name for s in shards(directory)}
+    if missing := sorted(set(recorded) - present):
+        raise FpquantError(f"{directory} lacks {missing[0]}; the checkpoint is incomplete, copy it again")
+    for name, digest in sorted(recorded.items()):
+        if sha256(directory / name) != digest:
+            raise FpquantError(
+                f"{directory / name} does not match its recorded sha256; it was altered or truncated, copy it again"
+            )
+    return sorted(recorded)
+
+
+def check_headers(files: Iterable[Path], pair: Pair, modules: Mapping[str, ModuleSpec]) -> None:
+    """Check, from the shards' headers alone, that every stream is there with its size and type.
+
+    Raises FpquantError naming the shard or the tensor.
+    """
+    wanted = {
+        f"{name}.{stream}": size
+        for name, spec in modules.items()
+        for stream, size in stream_sizes(spec.shape, pair, spec.high_blocks).items()
+    }
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    if name in wanted:
+                        count, dtype = wanted.pop(name)
+                        part = file.get_slice(name)
+                        got = (part.get_dtype(), list(part.get_shape()))
+                        if got != (_DTYPE_NAMES[dtype], [count]):
+                            raise FpquantError(
+                                f"{path}: {name} must be {_DTYPE_NAMES[dtype]} [{count}], got {got[0]} {got[1]}; "
+                                "the checkpoint is damaged"
+                            )
+        except (SafetensorError, OSError) as error:
+            raise FpquantError(f"{path} cannot be read ({error}); it is truncated or damaged, copy it again") from error
+    if wanted:
+        raise FpquantError(f"the checkpoint lacks {next(iter(wanted))}; it is incomplete, copy it again")
+
+
+def load_packed(directory: Path) -> dict[str, BlockMixedTensor]:
+    """Every quantized weight of a directory, checked, without building the model."""
+    pair, modules = parse_config(read_config(directory)["quantization_config"])
+    files = shards(directory)
+    check_headers(files, pair, modules)
+    streams: dict[str, dict[str, torch.Tensor]] = {name: {} for name in modules}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                name, _, stream = key.rpartition(".")
+                if name in modules and stream in STREAMS:
+                    streams[name][stream] = file.get_tensor(key)
+    packed = {n: BlockMixedTensor(shape=spec.shape, pair=pair, **streams[n]) for n, spec in modules.items()}
+    for name, t in packed.items():
+        check(t, name)
+    return packed
+
+
+def verify(directory: Path) -> dict[str, Any]:
+    """Check structure and hashes. Returns {"modules", "shards", "hashed"}; raises FpquantError at the first fault."""
+    read_config(directory)
+    hashed = check_hashes(directory)
+    packed = load_packed(directory)
+    return {"modules": len(packed), "shards": len(shards(directory)), "hashed": hashed}
+
+
+def save_dequantized(model: Any, tokenizer: Any, out: Path) -> None:
+    """Write a quantized model with its weights decoded as an ordinary directory, whole or not at all.
+
+    Each value is rounded once to the model's dtype.
+    """
+    values = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    with torch.device("meta"):
+        plain = type(model)(type(model.config).from_dict(values))
+    quantized = quant_modules(model)
+    streams = {f"{name}.{stream}" for name in quantized for stream in STREAMS}
+    state = {name: t for name, t in model.state_dict().items() if name not in streams}
+    for name, module in quantized.items():
+        weight = module.dense(model.dtype)
+        state[f"{name}.weight"] = weight.t().contiguous() if is_conv1d(plain.get_submodule(name)) else weight
+    plain.load_state_dict(state, assign=True)
+    plain.tie_weights()
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    with written_whole(out) as temporary:
+        try:
+            plain.save_pretrained(temporary, max_shard_size=MAX_SHARD_SIZE)
+        except SafetensorError as error:
+            raise FpquantError(f"cannot write {out}: {error}; free space or choose another place") from error
+        _share(temporary)
+        tokenizer.save_pretrained(temporary)

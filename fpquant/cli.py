@@ -1,0 +1,323 @@
+"""The command line: parse, call fpquant.api, print.
+
+Results go to stdout, progress and messages to stderr. Exit codes: 0, 1 (a fault of ours), 2 (the user's, one line),
+130 (interrupted). Heavy imports wait until a command runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from fpquant.errors import FpquantError
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="fpquant",
+    help="Quantize causal language models in floating point, mixing FP4 and FP8 (or FP6 and FP16) block by block.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+stdout = Console(width=None if sys.stdout.isatty() else 160)
+stderr = Console(stderr=True)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="A hub id, a directory, a .gguf file, or `demo`.")]
+Directory = Annotated[Path, typer.Argument(help="A directory written by `fpquant calibrate`.", show_default=False)]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[
+    str, typer.Option(help="auto (fp32 on a CPU, the model's own on a GPU), float32, bfloat16 or float16.")
+]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the model that --out holds.")]
+Json = Annotated[
+    str | None, typer.Option("--json", help="Also write the result as JSON to this file; - prints it, and no table.")
+]
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    ratio: Annotated[
+        str | None, typer.Option(help="Fraction of blocks in low precision, 0 to 1. [default: 0.7]")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="A recipe's name or a .yaml file; flags override it.")] = None,
+    pair: Annotated[str | None, typer.Option(help="nvfp4/fp8, fp6/fp16, or one scheme. [default: nvfp4/fp8]")] = None,
+    policy: Annotated[str | None, typer.Option(help="fisher, output-error, quantization-error or random.")] = None,
+    threshold: Annotated[str | None, typer.Option(help="global or local. [default: the policy's]")] = None,
+    clip: Annotated[str | None, typer.Option(help="fisher, unweighted or none. [default: the policy's]")] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="wikitext, vital-articles, or a .txt, .parquet or .jsonl file. [default: wikitext]"),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Calibration sequences. [default: 512]")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence. [default: 512]")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Quantize only modules matching a pattern (repeatable).")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Leave modules matching a pattern (repeatable).")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    sensitivity: Annotated[
+        Path | None, typer.Option(help="Sensitivity file to reuse or write. [default: the cache]")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write. [default: named after model, recipe, ratio]")
+    ] = None,
+    overwrite: Overwrite = False,
+    evaluate: Annotated[
+        bool, typer.Option("--eval", help="Also measure perplexity on the data set's held-out part, before and after.")
+    ] = False,
+    eval_dataset: Annotated[
+        str | None, typer.Option(help="What --eval measures on, where the data set is a file of your own.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the draw of sequences and the random policy. [default: 0]")
+    ] = None,
+    trust_remote_code: Trust = False,
+    json_to: Json = None,
+) -> None:
+    """Quantize a model: measure its sensitivity, decide each block's precision, write a directory."""
+    with quiet():
+        from fpquant import api
+        from fpquant.report.tables import calibration_table, results_table
+
+        settings = {
+            "ratio": None if ratio is None else _number(ratio, "ratio"),
+            "pair": pair,
+            "policy": policy,
+            "threshold": threshold,
+            "clip": clip,
+            "dataset": dataset,
+            "samples": samples,
+            "seq_len": seq_len,
+            "seed": seed,
+            "include": tuple(include) if include else None,
+            "exclude": tuple(exclude) if exclude else None,
+        }
+        chosen = api.resolve_recipe(recipe, **settings)
+        measured = api.evaluation_of(chosen, eval_dataset) if evaluate else None
+        result = api.calibrate(
+            model,
+            chosen,
+            out=out,
+            overwrite=overwrite,
+            sensitivity=sensitivity,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            evaluate_on=measured,
+            track=track,
+        )
+        results = {label: [r.to_dict() for r in rs] for label, rs in result.measured.items()}
+        tables = [calibration_table(result.summary, str(result.out))]
+        tables += [results_table(label, rs) for label, rs in result.measured.items()]
+        _show(tables, {"out": str(result.out), **result.summary, "results": results}, json_to)
+
+
+@app.command("eval")
+def eval_(
+    model: Annotated[str, typer.Argument(help="A quantized directory, or any model as in `calibrate --model`.")],
+    tasks: Annotated[str, typer.Option(help="Comma-separated: perplexity.")] = "perplexity",
+    dataset: Annotated[str, typer.Option(help="wikitext, vital-articles, or a file.")] = "wikitext",
+    window: Annotated[int, typer.Option(help="Tokens a window; windows do not overlap.")] = 2048,
+    limit: Annotated[int | None, typer.Option(help="Only the first windows. [default: all]")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    trust_remote_code: Trust = False,
+    json_to: Json = None,
+) -> None:
+    """Measure a model, quantized or not, and print the figure with its protocol."""
+    with quiet():
+        from fpquant import api
+        from fpquant.evaluation.records import to_record
+        from fpquant.report.tables import results_table
+
+        results = api.evaluate(
+            model,
+            tasks=tuple(t.strip() for t in tasks.split(",")),
+            dataset=dataset,
+            window=window,
+            limit=limit,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            track=track,
+        )
+        _show([results_table(model, results)], to_record(model, results), json_to)
+
+
+@app.command()
+def inspect(
+    directory: Directory,
+    png: Annotated[
+        Path | None, typer.Option(help="Heat map file. [default: DIRECTORY's name + -high-share.png]")
+    ] = None,
+    json_to: Json = None,
+) -> None:
+    """Show what a quantized directory holds, and where its high-precision blocks are."""
+    with quiet():
+        from fpquant.report.inspection import inspect as look
+
+        report = look(directory)
+        _show(report.tables(), report.to_dict(), json_to)
+        if report.is_mixed:
+            target = png or Path(f"{directory.resolve().name}-high-share.png")
+            report.heat_map(target)
+            stderr.print(f"heat map written to {target}", highlight=False)
+
+
+@app.command()
+def verify(directory: Directory) -> None:
+    """Check a quantized directory: sizes, codes, scales, maps, and the sha256 of each shard."""
+    with quiet():
+        from fpquant.checkpoint import verify as check
+
+        found = check(directory)
+        hashes = f"{len(found['hashed'])} sha256 match" if found["hashed"] else "no hashes were recorded"
+        stdout.print(
+            f"{directory}: sound; {found['modules']} modules in {found['shards']} shards, {hashes}", highlight=False
+        )
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A quantized directory, or any model as in `calibrate --model`.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.", min=1)] = 64,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Continue a prompt, greedily."""
+    with quiet():
+        from fpquant import api
+
+        print(api.generate(model, prompt, max_new_tokens=max_new_tokens, device=device, dtype=dtype))
+
+
+@app.command()
+def export(
+    directory: Directory,
+    to: Annotated[str, typer.Option(help="dequantized.")] = "dequantized",
+    out: Annotated[Path | None, typer.Option(help="Directory to write. [default: DIRECTORY-TO]")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (as the unquantized rest), float32, bfloat16 or float16.")] = "auto",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a quantized directory in a form that other tools open without fpquant."""
+    with quiet():
+        from fpquant import api
+
+        target = out or directory.resolve().with_name(f"{directory.resolve().name}-{to}")
+        written = api.export(directory, target, to=to, dtype=dtype, overwrite=overwrite)
+        stdout.print(f"written to {written}", highlight=False)
+
+
+def _show(tables: Iterable[Any], record: dict[str, Any], json_to: str | None) -> None:
+    """Tables on stdout, and the record to the file that --json names; with `-` the record on stdout and no tables."""
+    text = json.dumps(record, indent=2)
+    if json_to == "-":
+        print(text)
+        return
+    for table in tables:
+        stdout.print(table)
+    if json_to is not None:
+        from fpquant.cache import written_whole
+
+        with written_whole(Path(json_to).expanduser()) as temporary:
+            temporary.write_text(text + "\n")
+
+
+def track(items: Iterable[T], label: str, total: int, /) -> Iterator[T]:
+    """A progress bar on stderr with the time left."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr) as progress:
+        yield from progress.track(items, total=total, description=label)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the libraries' own progress bars and warnings out of our output (FPQUANT_VERBOSE=1 lets them in)."""
+    if not os.environ.get("FPQUANT_VERBOSE"):
+        import warnings
+
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        warnings.filterwarnings("ignore")
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+    yield
+
+
+def _number(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise FpquantError(f"{name} must be a number from 0 to 1, got {text!r}") from None
+
+
+def main() -> None:
+    """The entry point: runs a command and turns what went wrong into one line and an exit code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        result: Any = app(args=arguments, prog_name="fpquant", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except FpquantError as error:
+        return _fail(str(error), 2)
+    except MemoryError as error:
+        return _fail(f"out of memory: {error}; use a smaller model, --seq-len or window, or more memory", 2)
+    except Exception as error:
+        kind = {c.__name__ for c in type(error).__mro__}
+        if kind & {"Abort"}:
+            return _fail("interrupted", 130)
+        if kind & {"ClickException"}:
+            return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+        if kind & {"OutOfMemoryError"}:
+            return _fail(
+                f"the GPU is out of memory ({str(error).splitlines()[0]}); try --seq-len 256 or --device cpu", 2
+            )
+        raise
+
+
+def _fail(message: str, code: int) -> int:
+    stderr.print(f"[red]error:[/red] {_escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    return code
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,135 @@
+"""Recipe: every setting that decides what a calibration produces. Frozen, and read from strict YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fpquant.calibration.clipping import check_clip
+from fpquant.calibration.policy import get_policy
+from fpquant.calibration.threshold import THRESHOLDS, check_ratio
+from fpquant.errors import FpquantError, unknown
+from fpquant.schemes import Pair, get_pair
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of a calibration; see README's concepts. `threshold` and `clip` of None mean what goes with the policy.
+
+    pair: `nvfp4/fp8`, `fp6/fp16`, or one scheme for all blocks (`fp8`, `nvfp4`, `fp6`, ...).
+    ratio: the fraction of blocks in low precision, 0 to 1; it has no meaning for one scheme.
+    """
+
+    pair: str = "nvfp4/fp8"
+    ratio: float = 0.7
+    policy: str = "fisher"
+    threshold: str | None = None
+    clip: str | None = None
+    dataset: str = "wikitext"
+    samples: int = 512
+    seq_len: int = 512
+    seed: int = 0
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        get_pair(self.pair)
+        check_ratio(self.ratio)
+        defaults = get_policy(self.policy)
+        if self.threshold is None:
+            object.__setattr__(self, "threshold", defaults.threshold)
+        if self.threshold not in THRESHOLDS:
+            raise unknown("threshold", self.threshold, THRESHOLDS)
+        if self.clip is None:
+            object.__setattr__(self, "clip", defaults.clip if self.weights.low.has_block_scale else "none")
+        assert self.clip is not None
+        check_clip(self.clip)
+        if self.clip != "none" and not self.weights.low.has_block_scale:
+            raise FpquantError(
+                f"clip {self.clip!r} needs a scheme with a scale a block, got pair {self.pair!r}; use none"
+            )
+        for number in ("samples", "seq_len", "seed"):
+            value = getattr(self, number)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise FpquantError(f"{number} must be a whole number of at least 0, got {value!r}")
+
+    @property
+    def weights(self) -> Pair:
+        return get_pair(self.pair)
+
+    @property
+    def needs_sensitivity(self) -> bool:
+        """Whether anything in it looks at the calibration data."""
+        scores = not self.weights.is_uniform and bool(get_policy(self.policy).needs)
+        return scores or self.clip == "fisher"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_KEYS = tuple(f.name for f in fields(Recipe))
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with fpquant."""
+    return sorted(f.name.removesuffix(".yaml") for f in files("fpquant.recipes").iterdir() if f.name.endswith(".yaml"))
+
+
+def load_recipe(name_or_file: str) -> Recipe:
+    """A recipe by name or from a YAML file.
+
+    Raises FpquantError for an unknown name, a file that cannot be read, an unknown key (naming file, key and the
+    nearest valid one) and a value of the wrong kind.
+    """
+    if name_or_file.endswith((".yaml", ".yml")):
+        path = Path(name_or_file).expanduser()
+        if not path.is_file():
+            raise FpquantError(
+                f"no such recipe file: {name_or_file}; give a .yaml file or one of {', '.join(recipe_names())}"
+            )
+        return parse_recipe(path.read_text(encoding="utf-8"), str(path), path.stem)
+    if name_or_file not in recipe_names():
+        raise unknown("recipe", name_or_file, recipe_names())
+    text = files("fpquant.recipes").joinpath(f"{name_or_file}.yaml").read_text(encoding="utf-8")
+    return parse_recipe(text, f"{name_or_file}.yaml", name_or_file)
+
+
+def parse_recipe(text: str, source: str, name: str) -> Recipe:
+    """A recipe from YAML text; `source` is what errors call it."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise FpquantError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, Mapping):
+        raise FpquantError(f"{source} must hold `key: value` lines, got {type(values).__name__}")
+    for key in values:
+        if key not in _KEYS or key == "name":
+            raise FpquantError(f"{source}: {unknown('key', key, [k for k in _KEYS if k != 'name'])}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    for key in ("pair", "policy", "threshold", "clip", "dataset"):
+        if key in values and not isinstance(values[key], str):
+            raise FpquantError(f"{source}: {key} must be a word, got {values[key]!r}")
+    for key in ("include", "exclude"):
+        if not all(isinstance(v, str) for v in values.get(key, ())) or isinstance(values.get(key), str):
+            raise FpquantError(f"{source}: {key} must be a list of patterns, got {values[key]!r}")
+    try:
+        return Recipe(name=name, **values)
+    except FpquantError as error:
+        raise FpquantError(f"{source}: {error}") from error
+
+
+def override(recipe: Recipe, **changes: Any) -> Recipe:
+    """The recipe with these settings instead; None leaves a setting as it is.
+
+    Another policy or pair brings its own threshold and clipping, unless these are given too.
+    """
+    given = {k: v for k, v in changes.items() if v is not None}
+    if given.get("policy", recipe.policy) != recipe.policy or given.get("pair", recipe.pair) != recipe.pair:
+        given = {"threshold": None, "clip": None} | given
+    return replace(recipe, **given)
