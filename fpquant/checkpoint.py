@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,11 +147,8 @@ def save_checkpoint(
         for name, t in model.state_dict().items()
     }
     with written_whole(out) as temporary:
-        try:
-            model.save_pretrained(temporary, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
-        except SafetensorError as error:
-            raise FpquantError(f"cannot write {out}: {error}; free space or choose another place") from error
-        _share(temporary)
+        with _without_quantizer(model):
+            _save_pretrained(model, temporary, out, state_dict=state)
         path = temporary / "config.json"
         whole = json.loads(path.read_text())
         whole["quantization_config"] = dict(config)
@@ -162,11 +160,26 @@ def save_checkpoint(
         (temporary / RECORD_FILE).write_text(json.dumps({**record, "sha256": hashes}, indent=2) + "\n")
 
 
-def _share(directory: Path) -> None:
-    """Give shards the permissions that new files have: safetensors makes them readable by the owner alone."""
-    mask = os.umask(0)
+@contextmanager
+def _without_quantizer(model: Any) -> Iterator[None]:
+    """save_pretrained would ask a quantizer for the state, and not write the one it is given."""
+    quantizer = model.__dict__.pop("hf_quantizer", None)
+    try:
+        yield
+    finally:
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
+
+
+def _save_pretrained(model: Any, temporary: Path, out: Path, **options: Any) -> None:
+    """save_pretrained, with its failures as ours and shards that others may read."""
+    try:
+        model.save_pretrained(temporary, max_shard_size=MAX_SHARD_SIZE, **options)
+    except SafetensorError as error:
+        raise FpquantError(f"cannot write {out}: {error}; free space or choose another place") from error
+    mask = os.umask(0)  # safetensors makes files that only their owner reads; there is no reading umask without setting it
     os.umask(mask)
-    for shard in shards(directory):
+    for shard in shards(temporary):
         shard.chmod(0o666 & ~mask)
 
 
@@ -332,9 +345,5 @@ def save_dequantized(model: Any, tokenizer: Any, out: Path) -> None:
     if model.can_generate():
         plain.generation_config = model.generation_config
     with written_whole(out) as temporary:
-        try:
-            plain.save_pretrained(temporary, max_shard_size=MAX_SHARD_SIZE)
-        except SafetensorError as error:
-            raise FpquantError(f"cannot write {out}: {error}; free space or choose another place") from error
-        _share(temporary)
+        _save_pretrained(plain, temporary, out)
         tokenizer.save_pretrained(temporary)

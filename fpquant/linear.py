@@ -83,13 +83,12 @@ class QuantLinear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Moves like any module, but scales stay fp32 whatever dtype is asked for (FP16 scales would lose digits)."""
-        before = {name: t for name in STREAMS if (t := getattr(self, name)) is not None and t.dtype == torch.float32}
+        # .detach(): the base class may swap the data under the same Parameter
+        scales = {n: t.detach() for n in STREAMS if (t := getattr(self, n)) is not None and t.dtype == torch.float32}
         super()._apply(fn, recurse)
-        for name, scale in before.items():
-            moved = getattr(self, name)
-            if moved.dtype != torch.float32:
-                restored = scale if moved.device == scale.device else scale.to(moved.device)
-                setattr(self, name, nn.Parameter(restored, requires_grad=False))
+        for name, scale in scales.items():
+            if (moved := getattr(self, name)).dtype != torch.float32:
+                setattr(self, name, nn.Parameter(scale.to(moved.device), requires_grad=False))
         if self._dense is not None:
             self._dense = fn(self._dense)
         return self
