@@ -177,7 +177,9 @@ def _save_pretrained(model: Any, temporary: Path, out: Path, **options: Any) -> 
         model.save_pretrained(temporary, max_shard_size=MAX_SHARD_SIZE, **options)
     except SafetensorError as error:
         raise FpquantError(f"cannot write {out}: {error}; free space or choose another place") from error
-    mask = os.umask(0)  # safetensors makes files that only their owner reads; there is no reading umask without setting it
+    mask = os.umask(
+        0
+    )  # safetensors makes files that only their owner reads; there is no reading umask without setting it
     os.umask(mask)
     for shard in shards(temporary):
         shard.chmod(0o666 & ~mask)
