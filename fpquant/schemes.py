@@ -148,13 +148,18 @@ def matrix_scale(w: Tensor, pair: Pair) -> Tensor | None:
     if pair.low.scale == "none":
         return None
     if pair.low.scale == "tensor":
-        scale = (w.abs().amax().float() / FP8_E4M3.max_value).reshape(1)
+        scale = _divide(w.abs().amax().float(), FP8_E4M3.max_value).reshape(1)
     else:
-        scale = w.abs().amax(dim=1).float() / pair.low.format.max_value
+        scale = _divide(w.abs().amax(dim=1).float(), pair.low.format.max_value)
         if pair.high is not None:
             mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1): exactly a power of two at 0.5
             scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
     return torch.where(scale < 2.0**-120, torch.ones_like(scale), scale)
+
+
+def _divide(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once: on a GPU torch multiplies by the reciprocal where the divisor is not a tensor there."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def unit(scheme: Scheme, scale: Tensor | None) -> Tensor | float:
@@ -170,7 +175,7 @@ def default_block_scale(blocks: Tensor, scale: Tensor | None) -> Tensor:
     At least the smallest E4M3 number; 0 only for a block of zeros. blocks: [out, blocks, 16] -> uint8 [out, blocks].
     """
     largest = (blocks / unit(NVFP4, scale)).abs().amax(dim=-1)
-    codes = encode(largest / FP4_E2M1.max_value, FP8_E4M3).clamp_min_(1)
+    codes = encode(_divide(largest, FP4_E2M1.max_value), FP8_E4M3).clamp_min_(1)
     return codes.masked_fill_(largest == 0, 0)
 
 
