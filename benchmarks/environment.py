@@ -43,7 +43,8 @@ def write_results(name: str, results: Any, path: str | None = None) -> Path:
     """Write benchmarks/results/NAME.json (or `path`): the environment, the command and the results."""
     target = Path(path) if path else RESULTS / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    command = ["python", *(os.path.relpath(a, ROOT) if a.startswith(str(ROOT)) else a for a in sys.argv)]
+    script, *arguments = sys.argv
+    command = ["python", os.path.relpath(script, ROOT), *(Path(a).name if "/" in a else a for a in arguments)]
     record = {"environment": environment(), "command": " ".join(command), "results": results}
     target.write_text(json.dumps(record, indent=2) + "\n")
     return target

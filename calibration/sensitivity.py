@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +67,18 @@ def default_path(key: SensitivityKey) -> Path:
     return cache_dir() / "sensitivity" / f"{key.digest}.safetensors"
 
 
-def save_sensitivity(result: FisherResult, key: SensitivityKey, record: Mapping[str, Any], path: Path) -> Sensitivity:
+def sensitivity_of(result: FisherResult, key: SensitivityKey, record: Mapping[str, Any]) -> Sensitivity:
+    """The Sensitivity that a Fisher pass gives, not yet kept anywhere."""
+    found = {"nonfinite": result.nonfinite, "saturated": result.saturated, "loss_scale": result.loss_scale}
+    return Sensitivity(result.modules, key, {**record, **found})
+
+
+def save_sensitivity(sensitivity: Sensitivity, path: Path) -> Sensitivity:
     """Write a Sensitivity whole, or not at all."""
-    record = {
-        **record,
-        "nonfinite": result.nonfinite,
-        "saturated": result.saturated,
-        "loss_scale": result.loss_scale,
-    }
-    tensors = {f"{name}.{f}": getattr(m, f).contiguous() for name, m in result.modules.items() for f in FIELDS}
-    manifest = {"format_version": FORMAT_VERSION, "key": asdict(key), "record": record}
+    tensors = {f"{name}.{f}": getattr(m, f).contiguous() for name, m in sensitivity.modules.items() for f in FIELDS}
+    manifest = {"format_version": FORMAT_VERSION, "key": asdict(sensitivity.key), "record": sensitivity.record}
     _save(tensors, path, manifest)
-    return Sensitivity(result.modules, key, record, path)
+    return replace(sensitivity, path=path)
 
 
 def load_sensitivity(path: Path, key: SensitivityKey, names: Iterable[str]) -> Sensitivity:
@@ -86,18 +86,21 @@ def load_sensitivity(path: Path, key: SensitivityKey, names: Iterable[str]) -> S
     manifest, tensors = _load(path)
     if manifest.get("format_version") != FORMAT_VERSION:
         raise FpquantError(f"{path} has format version {manifest.get('format_version')}, expected {FORMAT_VERSION}")
-    theirs = SensitivityKey(**manifest["key"])
+    try:
+        theirs, record = SensitivityKey(**manifest["key"]), dict(manifest["record"])
+    except (KeyError, TypeError) as error:
+        raise FpquantError(f"{path} has no whole manifest ({error}); delete it or name another") from error
     for part, remedy in (("model", "model"), ("data", "data, --samples, --seq-len or --seed"), ("dtype", "--dtype")):
         if getattr(theirs, part) != getattr(key, part):
             raise FpquantError(
-                f"{path} was made from another {part} (its record: {json.dumps(manifest['record'])}); "
+                f"{path} was made from another {part} (its record: {json.dumps(record)}); "
                 f"use the same {remedy}, or name a new file with --sensitivity"
             )
     try:
         modules = {n: ModuleStatistics(**{f: tensors[f"{n}.{f}"] for f in FIELDS}) for n in names}
     except KeyError as error:
         raise FpquantError(f"{path} lacks {error.args[0]}; name a new file with --sensitivity") from error
-    return Sensitivity(modules, key, manifest["record"], path)
+    return Sensitivity(modules, key, record, path)
 
 
 def clip_path(sensitivity: Path, scheme: str, clip: str) -> Path:
@@ -131,10 +134,7 @@ def load_clips(path: Path, key: SensitivityKey, shapes: Mapping[str, tuple[int, 
 
 def _save(tensors: dict[str, Tensor], path: Path, manifest: Mapping[str, Any]) -> None:
     with written_whole(path) as temporary:
-        try:
-            save_file(tensors, temporary, metadata={"fpquant": json.dumps(manifest)})
-        except SafetensorError as error:
-            raise FpquantError(f"cannot write {path}: {error}; free space or choose another place") from error
+        save_file(tensors, temporary, metadata={"fpquant": json.dumps(manifest)})
 
 
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

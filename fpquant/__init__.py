@@ -14,7 +14,7 @@ from wrapt import register_post_import_hook
 from fpquant.errors import FpquantError
 
 if TYPE_CHECKING:
-    from fpquant.api import Calibration, calibrate, evaluate, export, load, quantize
+    from fpquant.api import Calibration, calibrate, evaluate, export, generate, load, quantize
     from fpquant.checkpoint import verify
     from fpquant.recipe import Recipe, load_recipe
 
@@ -25,6 +25,7 @@ _LAZY = {
     "calibrate": "fpquant.api",
     "evaluate": "fpquant.api",
     "export": "fpquant.api",
+    "generate": "fpquant.api",
     "load": "fpquant.api",
     "quantize": "fpquant.api",
     "verify": "fpquant.checkpoint",
@@ -39,6 +40,7 @@ __all__ = [
     "calibrate",
     "evaluate",
     "export",
+    "generate",
     "load",
     "load_recipe",
     "quantize",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from fpquant import __version__, checkpoint, models
-from fpquant.calibration.data import calibration_data, evaluation_data
+from fpquant.cache import check_file_place
+from fpquant.calibration.data import calibration_data, check_calibration, check_evaluation, evaluation_data
 from fpquant.calibration.fisher import fisher_pass
 from fpquant.calibration.pipeline import check_weights, choose_scales, quantize_weights
 from fpquant.calibration.sensitivity import (
@@ -27,6 +29,7 @@ from fpquant.calibration.sensitivity import (
     model_fingerprint,
     save_clips,
     save_sensitivity,
+    sensitivity_of,
 )
 from fpquant.errors import FpquantError
 from fpquant.evaluation.perplexity import perplexity
@@ -40,6 +43,10 @@ from fpquant.report.card import model_card
 from fpquant.schemes import block_count
 
 TASKS = ("perplexity",)
+WINDOW = 2048
+"""Tokens of an evaluation window, where nothing else is asked for."""
+
+_log = logging.getLogger("fpquant")
 
 
 @dataclass
@@ -95,7 +102,13 @@ def calibrate(
     """
     chosen = resolve_recipe(recipe, **settings)
     target = Path(out).expanduser() if out is not None else default_out(model, chosen)
-    checkpoint.prepare_out(target, overwrite)
+    checkpoint.prepare_out(target, overwrite, Path(model).expanduser())
+    if sensitivity is not None:
+        check_file_place(Path(sensitivity).expanduser(), "--sensitivity")
+    if chosen.needs_sensitivity:
+        check_calibration(chosen.dataset, chosen.samples, chosen.seq_len)
+    if evaluate_on is not None:
+        check_evaluation(evaluate_on, WINDOW, None)
     stages = Stages()
     with stages.timed("load"):
         loaded = load_model(model, device=pick_device(device), dtype=dtype, trust_remote_code=trust_remote_code)
@@ -135,7 +148,7 @@ def quantize(
     model = loaded.model
     modules, skipped = find_modules(model, recipe.include, recipe.exclude)
     with stages.timed("check"):
-        check_weights(modules)
+        check_weights(model.named_parameters())
     known = None
     if recipe.needs_sensitivity:
         with stages.timed("sensitivity"):
@@ -205,7 +218,12 @@ def find_sensitivity(
     key = SensitivityKey(model=model_fingerprint(modules), data=data.fingerprint, dtype=dtype)
     file = Path(path).expanduser() if path is not None else default_path(key)
     if file.is_file():
-        return load_sensitivity(file, key, modules)
+        try:
+            return load_sensitivity(file, key, modules)
+        except FpquantError as error:
+            if path is not None:
+                raise
+            _log.warning("%s; it is made anew", error)
     start = time.perf_counter()
     result = fisher_pass(loaded.model, modules, data.ids, track=track)
     record = {
@@ -217,14 +235,22 @@ def find_sensitivity(
         "dtype": dtype,
         "seconds": round(time.perf_counter() - start, 2),
     }
-    return save_sensitivity(result, key, record, file)
+    made = sensitivity_of(result, key, record)
+    try:
+        return save_sensitivity(made, file)
+    except FpquantError as error:
+        if path is not None:
+            raise
+        _log.warning("%s; going on without keeping the sensitivity", error)
+        return made
 
 
 def _clipped_scales(
     modules: Mapping[str, nn.Module], recipe: Recipe, known: Sensitivity | None, track: Track
 ) -> dict[str, torch.Tensor]:
+    statistics = known.modules if known else None
     if recipe.clip == "none" or known is None or known.path is None or recipe.clip is None:
-        return choose_scales(modules, recipe, None, track)
+        return choose_scales(modules, recipe, statistics, track)
     path = clip_path(known.path, recipe.weights.low.name, recipe.clip)
     shapes = {}
     for name, module in modules.items():
@@ -232,8 +258,11 @@ def _clipped_scales(
         shapes[name] = (out_features, block_count(in_features))
     kept = load_clips(path, known.key, shapes)
     if kept is None:
-        kept = choose_scales(modules, recipe, known.modules, track)
-        save_clips(kept, known.key, path)
+        kept = choose_scales(modules, recipe, statistics, track)
+        try:
+            save_clips(kept, known.key, path)
+        except FpquantError as error:
+            _log.warning("%s; going on without keeping the clipped scales", error)
     return kept
 
 
@@ -282,7 +311,7 @@ def evaluate(
     *,
     tasks: tuple[str, ...] = ("perplexity",),
     dataset: str = "wikitext",
-    window: int = 2048,
+    window: int = WINDOW,
     limit: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
@@ -293,6 +322,7 @@ def evaluate(
     for task in tasks:
         if task not in TASKS:
             raise FpquantError(f"unknown task {task!r}; choices: {', '.join(TASKS)}")
+    check_evaluation(dataset, window, limit)
     loaded = (
         open_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         if isinstance(model, str)
@@ -343,7 +373,7 @@ def export(
     if to != "dequantized":
         raise FpquantError(f"unknown export {to!r}; choices: dequantized")
     source, target = Path(directory).expanduser(), Path(out).expanduser()
-    checkpoint.prepare_out(target, overwrite)
+    checkpoint.prepare_out(target, overwrite, source)
     loaded = open_model(str(source), device="cpu", dtype=dtype, must_be_quantized=True)
     stored = loaded.stored_dtype if dtype == "auto" else loaded.model.dtype
     checkpoint.save_dequantized(loaded.model.to(stored), loaded.tokenizer, target)
@@ -358,7 +388,13 @@ def resolve_recipe(recipe: Recipe | str | None, **settings: Any) -> Recipe:
 
 def default_out(model: str, recipe: Recipe) -> Path:
     """The directory name that says model, recipe or pair, and ratio."""
-    name = models.DEMO_NAME if model == "demo" else Path(model).stem if model.endswith(".gguf") else Path(model).name
+    name = (
+        models.DEMO_NAME
+        if model == "demo"
+        else Path(model).stem
+        if model.endswith(".gguf")
+        else Path(model).resolve().name
+    )
     parts = [name, recipe.name or recipe.pair.replace("/", "-")]
     if not recipe.weights.is_uniform:
         parts.append(f"{recipe.ratio:g}")

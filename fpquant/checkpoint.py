@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from fpquant.cache import written_whole
+from fpquant.cache import check_place, written_whole
 from fpquant.errors import FpquantError
 from fpquant.linear import QuantLinear
 from fpquant.models import is_conv1d
@@ -148,7 +148,7 @@ def save_checkpoint(
     }
     with written_whole(out) as temporary:
         with _without_quantizer(model):
-            _save_pretrained(model, temporary, out, state_dict=state)
+            _save_pretrained(model, temporary, state_dict=state)
         path = temporary / "config.json"
         whole = json.loads(path.read_text())
         whole["quantization_config"] = dict(config)
@@ -171,34 +171,36 @@ def _without_quantizer(model: Any) -> Iterator[None]:
             model.hf_quantizer = quantizer
 
 
-def _save_pretrained(model: Any, temporary: Path, out: Path, **options: Any) -> None:
-    """save_pretrained, with its failures as ours and shards that others may read."""
-    try:
-        model.save_pretrained(temporary, max_shard_size=MAX_SHARD_SIZE, **options)
-    except SafetensorError as error:
-        raise FpquantError(f"cannot write {out}: {error}; free space or choose another place") from error
+def _save_pretrained(model: Any, directory: Path, **options: Any) -> None:
+    """save_pretrained, with shards that others may read."""
+    model.save_pretrained(directory, max_shard_size=MAX_SHARD_SIZE, **options)
     mask = os.umask(
         0
     )  # safetensors makes files that only their owner reads; there is no reading umask without setting it
     os.umask(mask)
-    for shard in shards(temporary):
+    for shard in shards(directory):
         shard.chmod(0o666 & ~mask)
 
 
-def prepare_out(out: Path, overwrite: bool) -> None:
-    """Refuse, before any work, an output directory that holds something.
+def prepare_out(out: Path, overwrite: bool, source: Path | None = None) -> None:
+    """Refuse, before any work, an output directory that holds something or cannot be written.
 
-    With `overwrite` one that holds a model is accepted, to be replaced at the end; never any other.
+    With `overwrite` one that holds a model is accepted, to be replaced at the end; never any other, and never one that
+    holds `source`, the model that is read.
     """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        parent = next(p for p in (out, *out.absolute().parents) if p.exists())
-        if not parent.is_dir():
-            raise FpquantError(f"cannot create {out}: {parent} is a file; choose another --out")
+    check_place(out, "--out")
+    if not out.exists():
         return
     if not out.is_dir():
         raise FpquantError(f"output {out} is a file; choose another --out")
+    if os.path.ismount(out):
+        raise FpquantError(f"output directory {out} is a mount point, which no rename can fill; choose one inside it")
+    if not any(out.iterdir()):
+        return
     if not overwrite:
         raise FpquantError(f"output directory {out} is not empty; choose another --out or pass --overwrite")
+    if source is not None and source.exists() and source.resolve().is_relative_to(out.resolve()):
+        raise FpquantError(f"output directory {out} holds the model that is read; choose another --out")
     if not (out / "config.json").is_file():
         raise FpquantError(
             f"output directory {out} holds no model, so --overwrite leaves it alone; choose another --out"
@@ -347,5 +349,5 @@ def save_dequantized(model: Any, tokenizer: Any, out: Path) -> None:
     if model.can_generate():
         plain.generation_config = model.generation_config
     with written_whole(out) as temporary:
-        _save_pretrained(plain, temporary, out)
+        _save_pretrained(plain, temporary)
         tokenizer.save_pretrained(temporary)

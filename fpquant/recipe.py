@@ -56,8 +56,8 @@ class Recipe:
             )
         for number in ("samples", "seq_len", "seed"):
             value = getattr(self, number)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise FpquantError(f"{number} must be a whole number of at least 0, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+                raise FpquantError(f"{number} must be a whole number from 0 to 2^63 - 1, got {value!r}")
 
     @property
     def weights(self) -> Pair:
@@ -93,7 +93,11 @@ def load_recipe(name_or_file: str) -> Recipe:
             raise FpquantError(
                 f"no such recipe file: {name_or_file}; give a .yaml file or one of {', '.join(recipe_names())}"
             )
-        return parse_recipe(path.read_text(encoding="utf-8"), str(path), path.stem)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FpquantError(f"cannot read recipe file {path}: {error}; give a text file in UTF-8") from error
+        return parse_recipe(text, str(path), path.stem)
     if name_or_file not in recipe_names():
         raise unknown("recipe", name_or_file, recipe_names())
     text = files("fpquant.recipes").joinpath(f"{name_or_file}.yaml").read_text(encoding="utf-8")
@@ -104,7 +108,7 @@ def parse_recipe(text: str, source: str, name: str) -> Recipe:
     """A recipe from YAML text; `source` is what errors call it."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise FpquantError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, Mapping):
         raise FpquantError(f"{source} must hold `key: value` lines, got {type(values).__name__}")
@@ -116,7 +120,8 @@ def parse_recipe(text: str, source: str, name: str) -> Recipe:
         if key in values and not isinstance(values[key], str):
             raise FpquantError(f"{source}: {key} must be a word, got {values[key]!r}")
     for key in ("include", "exclude"):
-        if not all(isinstance(v, str) for v in values.get(key, ())) or isinstance(values.get(key), str):
+        patterns = values.get(key, ())
+        if not isinstance(patterns, tuple) or not all(isinstance(v, str) for v in patterns):
             raise FpquantError(f"{source}: {key} must be a list of patterns, got {values[key]!r}")
     try:
         return Recipe(name=name, **values)

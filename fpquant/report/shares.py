@@ -52,10 +52,13 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def heat_map(found: Shares, title: str, path: Path) -> None:
-    """Write a PNG (or SVG, by the file's name) heat map of the high share: layers across, module types down.
+    """Write a PNG (or SVG or PDF, by the file's name) heat map of the high share: layers across, module types down.
 
-    Raises FpquantError where matplotlib is not installed.
+    Raises FpquantError where matplotlib is not installed, or the file's name says another format.
     """
+    kind = path.suffix.removeprefix(".").lower() or "png"
+    if kind not in ("png", "svg", "pdf"):
+        raise FpquantError(f"heat map {path} would be {kind!r}; name it .png, .svg or .pdf")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -74,4 +77,4 @@ def heat_map(found: Shares, title: str, path: Path) -> None:
     axes.set_title(title)
     figure.colorbar(image, ax=axes, label="blocks in high precision (%)")
     with written_whole(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)
+        figure.savefig(temporary, format=kind, dpi=150)
