@@ -105,6 +105,7 @@ def calibrate(
     checkpoint.prepare_out(target, overwrite, Path(model).expanduser())
     if sensitivity is not None:
         check_file_place(Path(sensitivity).expanduser(), "--sensitivity")
+    models.check_model(model)
     if chosen.needs_sensitivity:
         check_calibration(chosen.dataset, chosen.samples, chosen.seq_len)
     if evaluate_on is not None:
@@ -322,6 +323,8 @@ def evaluate(
     for task in tasks:
         if task not in TASKS:
             raise FpquantError(f"unknown task {task!r}; choices: {', '.join(TASKS)}")
+    if isinstance(model, str):
+        models.check_model(model)
     check_evaluation(dataset, window, limit)
     loaded = (
         open_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)

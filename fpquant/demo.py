@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import fpquant
 from fpquant import checkpoint
@@ -20,7 +21,7 @@ SAMPLES, SEQ_LEN = 48, 512
 WINDOW, WINDOWS = 2048, 5
 OUT = Path("demo-output")
 PROMPT = "The most important thing about a bridge is"
-ROWS = {
+ROWS: dict[str, dict[str, Any]] = {
     "fp8": {"recipe": "fp8"},
     "nvfp4, nearest": {"recipe": "nvfp4"},
     "70% nvfp4 + 30% fp8": {"recipe": "fgmp-70", "dataset": DATASET, "samples": SAMPLES, "seq_len": SEQ_LEN},
@@ -34,7 +35,7 @@ def main() -> None:
     rows = [_row("original", "demo", original, 32.0)]
     for name, settings in ROWS.items():
         out = OUT / str(settings["recipe"])
-        summary = fpquant.calibrate("demo", out=out, overwrite=True, track=track, **settings).summary  # type: ignore[arg-type]
+        summary = fpquant.calibrate("demo", out=out, overwrite=True, track=track, **settings).summary
         rows.append(_row(name, str(out), out, summary["bits_per_weight"]))
     title = f"SmolLM2-135M, {WINDOWS} windows of {WINDOW} tokens of held-out {DATASET}"
     stdout.print(grid(("weights", "perplexity", "95% interval", "bits a weight", "file"), rows, title=title))

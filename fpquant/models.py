@@ -107,6 +107,11 @@ def _name(spec: str) -> str:
     return Path(spec).stem if spec.endswith(".gguf") else Path(spec).resolve().name if os.path.exists(spec) else spec
 
 
+def check_model(spec: str) -> None:
+    """Raise FpquantError, in seconds, for a model that load_model would not find."""
+    _resolve(spec)
+
+
 def _resolve(spec: str) -> tuple[str, dict[str, Any]]:
     """(what from_pretrained takes, its options) for a model spec."""
     if spec == "demo":

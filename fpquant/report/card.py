@@ -13,7 +13,7 @@ def model_card(model: str, config: Mapping[str, Any], summary: Mapping[str, Any]
     lines = [
         f"---\n{base}library_name: transformers\ntags:\n- fpquant\n- quantized\n---",
         f"# {model}, quantized to {pair}",
-        f"Made with [fpquant](https://pypi.org/project/fpquant/): {summary['modules']} linear modules, "
+        f"Made with fpquant: {summary['modules']} linear modules, "
         f"{summary['weights']:,} weights at {summary['bits_per_weight']:.3f} bits each as stored "
         f"(from {summary['original_bits_per_weight']}).",
     ]
