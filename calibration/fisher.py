@@ -143,10 +143,13 @@ def _attach(hooks: ExitStack, module: nn.Module, sums: _Sums, tap: _InputTap) ->
         gradient, parameter.grad = parameter.grad, None
         sums.add_gradient(gradient)
 
+    def take_input(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        tap.enter(args[0] if args else next(iter(kwargs.values())), sums)
+
     weight = module.weight
     assert isinstance(weight, Tensor)
     handles = (
-        module.register_forward_pre_hook(lambda _, args: tap.enter(args[0], sums)),
+        module.register_forward_pre_hook(take_input, with_kwargs=True),
         weight.register_post_accumulate_grad_hook(take_gradient),
     )
     for handle in handles:

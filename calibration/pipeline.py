@@ -20,7 +20,7 @@ from fpquant.models import weight_of
 from fpquant.packing import BlockMixedTensor, pack
 from fpquant.progress import Track, no_progress
 from fpquant.recipe import Recipe
-from fpquant.schemes import matrix_scale, round_blocks, to_blocks
+from fpquant.schemes import default_block_scale, matrix_scale, round_blocks, to_blocks
 
 Statistics = Mapping[str, ModuleStatistics]
 BlockScales = Mapping[str, Tensor]  # {module: E4M3 codes, uint8 [out, blocks]}
@@ -112,8 +112,6 @@ def quantize_weights(
 
 
 def _block_scale(scales: BlockScales, name: str, blocks: Tensor, scale: Tensor | None, recipe: Recipe) -> Tensor | None:
-    from fpquant.schemes import default_block_scale
-
     if not recipe.weights.low.has_block_scale:
         return None
     return scales[name].to(blocks.device) if name in scales else default_block_scale(blocks, scale)

@@ -174,6 +174,7 @@ def quantize(
     summary = _summary(loaded, recipe, packed, skipped)
     summary["ratio_achieved"] = None if assignment is None else assignment.ratio
     summary["threshold"] = settings["threshold"]
+    summary["gradients"] = None if known is None else {k: known.record[k] for k in ("nonfinite", "saturated")}
     record = {
         "fpquant": __version__,
         "versions": _versions(),

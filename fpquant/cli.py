@@ -333,7 +333,8 @@ interrupts = Interrupts()
 
 def main() -> None:
     """The entry point: runs a command and turns what went wrong into one line and an exit code."""
-    signal.signal(signal.SIGINT, interrupts)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as for a job in the background of a script
+        signal.signal(signal.SIGINT, interrupts)
     code = run(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and said; the interpreter's own end would only complain
     sys.exit(code)

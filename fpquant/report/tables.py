@@ -43,6 +43,12 @@ def calibration_table(summary: Mapping[str, Any], out: str) -> Table:
         rows.append(("ratio", f"{summary['ratio_achieved']:.4%} of blocks in low precision"))
         shown = f"{len(threshold)} thresholds, one a tensor" if isinstance(threshold, dict) else f"{_number(threshold)}"
         rows.append(("threshold", shown))
+    for kind, by_module in (summary["gradients"] or {}).items():
+        if by_module:
+            worst = max(by_module, key=by_module.get)
+            rows.append(
+                (f"{kind} gradients", f"{sum(by_module.values()):,} in {len(by_module)} modules, most in {worst}")
+            )
     rows += [
         ("quantized", f"{summary['modules']} modules, {summary['weights']:,} weights"),
         ("left as is", f"{summary['skipped_modules']} modules, {summary['skipped_weights']:,} weights"),
