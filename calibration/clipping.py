@@ -9,7 +9,8 @@ up, elements up to c/4 vanish, and what that alone costs only grows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -41,10 +42,30 @@ def clip_scales(w: Tensor, scale: Tensor, g2: Tensor | None = None) -> Tensor:
     weight = None if g2 is None else to_blocks(g2).reshape(-1, 16)
     best = torch.empty_like(default)
     step = _CHUNK_BLOCKS.get(w.device.type, 1 << 13)
-    for start in range(0, len(u), step):
+
+    def search(start: int) -> None:
         part = slice(start, start + step)
         best[part] = _search(u[part], torch.ones_like(u[part]) if weight is None else weight[part], default[part])
+
+    starts = range(0, len(u), step)
+    if w.device.type == "cpu":
+        _each_in_a_thread(search, starts)
+    else:
+        for start in starts:
+            search(start)
     return best.reshape(out_features, -1)
+
+
+def _each_in_a_thread(function: Callable[[int], None], items: Iterable[int]) -> None:
+    """Share items among as many threads as torch uses, each computing alone.
+
+    The operations are so short that threads inside each of them wait for one another most of the time, and for a
+    processor that somebody else uses nearly all of it.
+    """
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1)) as pool:
+        list(pool.map(function, items))
+    torch.set_num_threads(threads)
 
 
 def _search(u: Tensor, g2: Tensor, default: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def load_sensitivity(path: Path, key: SensitivityKey, names: Iterable[str]) -> S
         theirs, record = SensitivityKey(**manifest["key"]), dict(manifest["record"])
     except (KeyError, TypeError) as error:
         raise FpquantError(f"{path} has no whole manifest ({error}); delete it or name another") from error
-    for part, remedy in (("model", "model"), ("data", "data, --samples, --seq-len or --seed"), ("dtype", "--dtype")):
+    for part, remedy in (("dtype", "--dtype"), ("model", "model"), ("data", "data, --samples, --seq-len or --seed")):
         if getattr(theirs, part) != getattr(key, part):
             raise FpquantError(
                 f"{path} was made from another {part} (its record: {json.dumps(record)}); "
