@@ -256,8 +256,11 @@ def read_record(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        record = json.loads(path.read_text())
+        if not isinstance(record, dict) or not isinstance(record.get("sha256", {}), dict):
+            raise ValueError("it is no record of fpquant")
+        return record
+    except (OSError, ValueError) as error:
         raise FpquantError(f"{path} is damaged: {error}; restore it, or delete it to go without hashes") from error
 
 

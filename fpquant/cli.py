@@ -7,6 +7,7 @@ Results go to stdout, progress and messages to stderr. Exit codes: 0, 1 (a fault
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -313,6 +314,17 @@ def _number(text: str, name: str) -> float:
         raise FpquantError(f"{name} must be a number from 0 to 1, got {text!r}") from None
 
 
+class Notes(logging.Handler):
+    """What fpquant logs, on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stderr.print(Text.assemble(("warning:", "yellow"), " ", record.getMessage()), soft_wrap=True)
+
+
+notes = Notes(logging.WARNING)
+INTERRUPTED = 130
+
+
 class Interrupts:
     """What Ctrl-C does: raise KeyboardInterrupt, but not again within seconds, so that cleaning up is not cut short."""
 
@@ -352,11 +364,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    logging.getLogger("fpquant").addHandler(notes)
     try:
         result: Any = app(args=arguments, prog_name="fpquant", standalone_mode=False)
+        if result == INTERRUPTED:  # what typer makes of KeyboardInterrupt
+            return _fail("interrupted", INTERRUPTED)
         return result if isinstance(result, int) else 0
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", INTERRUPTED)
     except FpquantError as error:
         return _fail(str(error), 2)
     except MemoryError as error:
@@ -364,7 +379,7 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         kind = {c.__name__ for c in type(error).__mro__}
         if interrupts.last is not None or "Abort" in kind:  # a library may have made another exception of it
-            return _fail("interrupted", 130)
+            return _fail("interrupted", INTERRUPTED)
         if "NoArgsIsHelpError" in kind:
             return 2
         if "ClickException" in kind:
