@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -114,13 +115,14 @@ def calibrate(
     with stages.timed("load"):
         loaded = load_model(model, device=pick_device(device), dtype=dtype, trust_remote_code=trust_remote_code)
     measured = {}
+    window = min(WINDOW, _positions(loaded))
     if evaluate_on is not None:
         with stages.timed("evaluate"):
-            measured["original"] = evaluate(loaded, dataset=evaluate_on, track=track)
+            measured["original"] = evaluate(loaded, dataset=evaluate_on, window=window, track=track)
     result = quantize(loaded, chosen, sensitivity=sensitivity, stages=stages, track=track)
     if evaluate_on is not None:
         with stages.timed("evaluate"):
-            measured["quantized"] = evaluate(loaded, dataset=evaluate_on, track=track)
+            measured["quantized"] = evaluate(loaded, dataset=evaluate_on, window=window, track=track)
     record = result.record | {"evaluation": {k: [r.to_dict() for r in rs] for k, rs in measured.items()}}
     return save(replace(result, record=record, measured=measured), target, stages=stages)
 
@@ -213,6 +215,7 @@ def find_sensitivity(
     track: Track = no_progress,
 ) -> Sensitivity:
     """The Sensitivity of these modules and the recipe's data: read where it is kept, or else made and kept."""
+    _check_length(loaded, recipe.seq_len, "--seq-len")
     data = calibration_data(
         recipe.dataset, loaded.tokenizer, samples=recipe.samples, seq_len=recipe.seq_len, seed=recipe.seed
     )
@@ -332,6 +335,7 @@ def evaluate(
         if isinstance(model, str)
         else model
     )
+    _check_length(loaded, window, "--window")
     data = evaluation_data(dataset, loaded.tokenizer, window=window, limit=limit)
     return [perplexity(loaded.model, loaded.tokenizer, data, track=track)]
 
@@ -411,6 +415,18 @@ def peak_memory() -> dict[str, int]:
     if torch.cuda.is_available():
         peak["cuda"] = torch.cuda.max_memory_allocated()
     return peak
+
+
+def _positions(loaded: LoadedModel) -> int:
+    """The longest sequence, in tokens, that a model was made for."""
+    longest = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else sys.maxsize
+
+
+def _check_length(loaded: LoadedModel, tokens: int, option: str) -> None:
+    """Beyond its positions one kind of model fails, and another computes what it was never trained for."""
+    if tokens > (longest := _positions(loaded)):
+        raise FpquantError(f"{loaded.name} was made for at most {longest} tokens, got {option} {tokens}; lower it")
 
 
 def _attach(model: Any, config: dict[str, Any]) -> None:

@@ -234,6 +234,7 @@ SETTINGS = [
     ("--samples", "0", "got 0"),
     ("--samples", "100000", "tokens"),
     ("--seq-len", "1", "of 1"),
+    ("--seq-len", "257", "at most 256 tokens"),
     ("--seed", "-1", "got -1"),
     ("--seed", str(1 << 64), "2^63"),
     ("--include", "nothing", "'nothing' matches no module"),
@@ -252,6 +253,11 @@ def test_settings_that_cannot_be(option, value, says, calibrating, fault):
     fault(*calibrating, *(["--eval"] if option == "--eval-dataset" else []), option, value, says=says)
 
 
+def test_evaluation_fits_its_windows_to_the_model(calibrating, command, text_file):
+    done = command(*calibrating, "--eval", "--eval-dataset", text_file, "--json", "-")
+    assert [r["protocol"]["window"] for rs in json.loads(done.out)["results"].values() for r in rs] == [256, 256]
+
+
 def test_evaluating_on_the_calibration_text_is_refused(calibrating, fault):
     fault(*calibrating, "--eval", says="--eval-dataset")
 
@@ -261,7 +267,7 @@ def test_evaluating_on_the_calibration_text_is_refused(calibrating, fault):
     [
         ("--limit", "0", "--limit 0"),
         ("--window", "1", "--window 1"),
-        ("--window", "1000000", "less than one window"),
+        ("--window", "257", "at most 256 tokens"),
         ("--tasks", "mmul", "unknown task 'mmul'"),
         ("--dataset", "nowhere.parquet", "no such file"),
     ],
@@ -317,8 +323,7 @@ def test_recipe_files_that_cannot_be(text, says, calibrating, fault, here):
 def test_data_files_that_cannot_be(name, content, says, calibrating, evaluating, fault, here):
     (here / name).write_bytes(content)
     fault(*calibrating, "--dataset", name, says=says)
-    if "short" not in name:
-        fault(*evaluating, "--dataset", name, says=says)
+    fault(*evaluating, "--dataset", name, says="3 tokens, less than one window" if "short" in name else says)
 
 
 def test_parquet_without_text(calibrating, fault, here):
