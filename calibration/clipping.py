@@ -63,9 +63,11 @@ def _each_in_a_thread(function: Callable[[int], None], items: Iterable[int]) -> 
     processor that somebody else uses nearly all of it.
     """
     threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1)) as pool:
-        list(pool.map(function, items))
-    torch.set_num_threads(threads)
+    try:
+        with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1)) as pool:
+            list(pool.map(function, items))
+    finally:
+        torch.set_num_threads(threads)  # parts of torch keep one number for all threads
 
 
 def _search(u: Tensor, g2: Tensor, default: Tensor) -> Tensor:
