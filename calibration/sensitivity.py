@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fpquant.cache import cache_dir, written_whole
 from fpquant.calibration.fisher import FisherResult, ModuleStatistics
 from fpquant.errors import FpquantError
-from fpquant.models import weight_of
 
 FORMAT_VERSION = 1
+_NOT_SETTINGS = ("_name_or_path", "transformers_version", "dtype", "architectures")
 FIELDS = ("fisher", "input_sq", "grad_sq", "input_max")
 
 
@@ -51,14 +51,18 @@ class Sensitivity:
     path: Path | None = None
 
 
-def model_fingerprint(modules: Mapping[str, nn.Module]) -> str:
-    """A digest of the modules' weights: names, shapes, the sum of all bit patterns and a strided sample of each."""
-    digest = hashlib.sha256()
-    for name, module in sorted(modules.items()):
-        bits = weight_of(module).detach().float().contiguous().view(torch.int32).reshape(-1)
-        sample = bits[:: max(1, bits.numel() // 4096)].cpu().numpy().tobytes()
-        digest.update(f"{name}{tuple(weight_of(module).shape)}{int(bits.sum(dtype=torch.int64))}".encode())
-        digest.update(sample)
+def model_fingerprint(model: Any, modules: Iterable[str]) -> str:
+    """A digest of what gradients depend on, and of which modules are asked about.
+
+    Of each parameter, quantized or not: name, shape, the sum of all bit patterns and a strided sample; and the
+    settings of the model's config.
+    """
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_SETTINGS}
+    digest = hashlib.sha256(json.dumps([sorted(modules), config], sort_keys=True, default=str).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        bits = parameter.detach().float().contiguous().view(torch.int32).reshape(-1)
+        digest.update(f"{name}{tuple(parameter.shape)}{int(bits.sum(dtype=torch.int64))}".encode())
+        digest.update(bits[:: max(1, bits.numel() // 4096)].cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -220,7 +220,7 @@ def find_sensitivity(
         recipe.dataset, loaded.tokenizer, samples=recipe.samples, seq_len=recipe.seq_len, seed=recipe.seed
     )
     dtype = str(next(iter(modules.values())).weight.dtype).removeprefix("torch.")
-    key = SensitivityKey(model=model_fingerprint(modules), data=data.fingerprint, dtype=dtype)
+    key = SensitivityKey(model=model_fingerprint(loaded.model, modules), data=data.fingerprint, dtype=dtype)
     file = Path(path).expanduser() if path is not None else default_path(key)
     if file.is_file():
         try:

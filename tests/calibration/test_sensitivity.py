@@ -68,11 +68,17 @@ def test_a_named_file_is_written_reused_and_refused_for_other_data_or_model(tiny
     assert not (tmp_path / "c").exists()
 
 
-def test_the_fingerprint_sees_one_changed_element_and_one_other_name(tiny_model):
-    loaded = load_model(str(tiny_model), device=CPU)
-    modules, _ = find_modules(loaded.model)
-    first = model_fingerprint(modules)
-    assert first == model_fingerprint(dict(reversed(modules.items())))
-    assert first != model_fingerprint({"x" + n: m for n, m in modules.items()})
-    next(iter(modules.values())).weight.data[1, 1] *= 1.0001
-    assert first != model_fingerprint(modules)
+def test_the_fingerprint_sees_whatever_gradients_depend_on(tiny_model):
+    model = load_model(str(tiny_model), device=CPU).model
+    names = list(find_modules(model)[0])
+    seen = [model_fingerprint(model, names)]
+    assert seen[0] == model_fingerprint(model, reversed(names))
+    assert seen[0] == model_fingerprint(load_model(str(tiny_model), device=CPU).model, names)
+    seen.append(model_fingerprint(model, names[1:]))
+    model.get_submodule(names[0]).weight.data[1, 1] *= 1.0001  # one element of a weight
+    seen.append(model_fingerprint(model, names))
+    model.model.norm.weight.data[3] *= 1.0001  # one that is not quantized
+    seen.append(model_fingerprint(model, names))
+    model.config.rms_norm_eps *= 2
+    seen.append(model_fingerprint(model, names))
+    assert len(set(seen)) == len(seen)
