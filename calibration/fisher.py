@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fpquant.errors import FpquantError
-from fpquant.models import is_conv1d
+from fpquant.models import evaluation_mode, is_conv1d
 from fpquant.progress import Track, no_progress
 
 MAX_LOSS_SCALE = 2.0**24
@@ -115,8 +115,8 @@ def fisher_pass(
 ) -> FisherResult:
     """Run the pass. modules: the linear modules of `model` by name; ids: int64 [sequences, tokens].
 
-    The model's weights, gradients and requires_grad flags are as before when it returns. Raises FpquantError where a
-    loss or an input is not finite.
+    The model's weights, gradients, requires_grad flags and modes are as before when it returns. Raises FpquantError
+    where a loss or an input is not finite.
     """
     sums = {name: _Sums.zeros(m) for name, m in modules.items()}
     device = model.get_input_embeddings().weight.device
@@ -196,23 +196,23 @@ def _find_loss_scale(model: Any, modules: Mapping[str, nn.Module], ids: Tensor) 
 @contextmanager
 def _only_these_train(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Gradients for these modules' weights alone, and for the activations that lead to them."""
-    before = [(p, p.requires_grad) for p in model.parameters()]
-    for parameter, _ in before:
+    before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    for parameter, _, _ in before:
         parameter.requires_grad_(False)
+        parameter.grad = None
     for module in modules.values():
         assert isinstance(module.weight, Tensor)
         module.weight.requires_grad_(True)
     # gradients of the first block's input too, though no weight before it trains
     embeddings = model.get_input_embeddings().register_forward_hook(lambda _m, _a, output: output.requires_grad_())
     try:
-        with torch.enable_grad():
+        with evaluation_mode(model), torch.enable_grad():
             yield
     finally:
         embeddings.remove()
-        for parameter, flag in before:
+        for parameter, flag, gradient in before:
             parameter.requires_grad_(flag)
-            if not flag or not parameter.requires_grad:
-                parameter.grad = None
+            parameter.grad = gradient
 
 
 def _finish(sums: _Sums, module: nn.Module, sequences: int, scale: float, name: str) -> ModuleStatistics:

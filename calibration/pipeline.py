@@ -16,11 +16,12 @@ from fpquant.calibration.fisher import ModuleStatistics
 from fpquant.calibration.policy import BlockErrors, get_policy
 from fpquant.calibration.threshold import assign, thresholds
 from fpquant.errors import FpquantError
+from fpquant.formats import FP16
 from fpquant.models import weight_of
 from fpquant.packing import BlockMixedTensor, pack
 from fpquant.progress import Track, no_progress
 from fpquant.recipe import Recipe
-from fpquant.schemes import default_block_scale, matrix_scale, round_blocks, to_blocks
+from fpquant.schemes import Pair, default_block_scale, matrix_scale, round_blocks, to_blocks
 
 Statistics = Mapping[str, ModuleStatistics]
 BlockScales = Mapping[str, Tensor]  # {module: E4M3 codes, uint8 [out, blocks]}
@@ -45,6 +46,18 @@ def check_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
     for name, weight in weights:
         if bad := int((~torch.isfinite(weight)).sum()):
             raise FpquantError(f"{name} holds {bad} NaN or infinite values of {weight.numel()}; repair the model")
+
+
+def check_range(modules: Mapping[str, nn.Module], pair: Pair) -> None:
+    """Raise FpquantError, naming the tensor, where a weight is beyond what fp16 blocks hold."""
+    if FP16 not in (pair.low.format, pair.high and pair.high.format):
+        return
+    for name, module in modules.items():
+        if (largest := float(weight_of(module).detach().abs().max())) > FP16.max_value:
+            raise FpquantError(
+                f"{name}.weight reaches {largest:g}, beyond fp16's {FP16.max_value:g}; "
+                f"take another pair or --exclude {name}"
+            )
 
 
 def choose_scales(

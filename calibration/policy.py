@@ -51,7 +51,7 @@ def quantization_error(e: BlockErrors) -> Tensor:
 
 def random(e: BlockErrors) -> Tensor:
     """Uniform in [0, 1), from the seed and the module's name."""
-    generator = torch.Generator().manual_seed(e.seed * 1_000_003 + zlib.crc32(e.name.encode()))
+    generator = torch.Generator().manual_seed((e.seed * 1_000_003 + zlib.crc32(e.name.encode())) % (1 << 63))
     return torch.rand(e.difference.shape[:2], generator=generator).to(e.difference.device)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from fpquant.cache import cache_dir, written_whole
 from fpquant.calibration.fisher import FisherResult, ModuleStatistics
 from fpquant.errors import FpquantError
+from fpquant.schemes import MAX_SCALE_CODE
 
 FORMAT_VERSION = 1
 _NOT_SETTINGS = ("_name_or_path", "transformers_version", "dtype", "architectures")
@@ -94,7 +95,11 @@ def load_sensitivity(path: Path, key: SensitivityKey, names: Iterable[str]) -> S
         theirs, record = SensitivityKey(**manifest["key"]), dict(manifest["record"])
     except (KeyError, TypeError) as error:
         raise FpquantError(f"{path} has no whole manifest ({error}); delete it or name another") from error
-    for part, remedy in (("dtype", "--dtype"), ("model", "model"), ("data", "data, --samples, --seq-len or --seed")):
+    for part, remedy in (
+        ("dtype", "--dtype"),
+        ("model", "model, --include and --exclude"),
+        ("data", "data, --samples, --seq-len or --seed"),
+    ):
         if getattr(theirs, part) != getattr(key, part):
             raise FpquantError(
                 f"{path} was made from another {part} (its record: {json.dumps(record)}); "
@@ -131,8 +136,10 @@ def load_clips(path: Path, key: SensitivityKey, shapes: Mapping[str, tuple[int, 
         return None  # a damaged copy of what can be computed again
     if manifest != {"format_version": FORMAT_VERSION, "key": asdict(key)}:
         return None
-    if any(n not in tensors or tuple(tensors[n].shape) != shape for n, shape in shapes.items()):
-        return None
+    for name, shape in shapes.items():
+        codes = tensors.get(name)
+        if codes is None or codes.dtype != torch.uint8 or tuple(codes.shape) != shape or codes.max() > MAX_SCALE_CODE:
+            return None
     return {n: tensors[n] for n in shapes}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +19,9 @@ from fpquant.errors import FpquantError
 THRESHOLDS = ("global", "local")
 
 
-def check_ratio(ratio: float) -> None:
+def check_ratio(ratio: Any) -> None:
     """Raise FpquantError unless ratio is a number in [0, 1]."""
-    if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 <= ratio <= 1:
+    if not isinstance(ratio, int | float | np.number) or isinstance(ratio, bool) or not 0 <= ratio <= 1:
         raise FpquantError(f"ratio must be a number from 0 (all high) to 1 (all low), got {ratio!r}")
 
 

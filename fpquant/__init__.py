@@ -14,7 +14,7 @@ from wrapt import register_post_import_hook
 from fpquant.errors import FpquantError
 
 if TYPE_CHECKING:
-    from fpquant.api import Calibration, calibrate, evaluate, export, generate, load, quantize
+    from fpquant.api import Calibration, calibrate, evaluate, export, generate, load, quantize, save
     from fpquant.checkpoint import verify
     from fpquant.recipe import Recipe, load_recipe
 
@@ -28,6 +28,7 @@ _LAZY = {
     "generate": "fpquant.api",
     "load": "fpquant.api",
     "quantize": "fpquant.api",
+    "save": "fpquant.api",
     "verify": "fpquant.checkpoint",
     "Recipe": "fpquant.recipe",
     "load_recipe": "fpquant.recipe",
@@ -44,6 +45,7 @@ __all__ = [
     "load",
     "load_recipe",
     "quantize",
+    "save",
     "verify",
 ]
 

@@ -19,7 +19,7 @@ from fpquant import __version__, checkpoint, models
 from fpquant.cache import check_file_place
 from fpquant.calibration.data import calibration_data, check_calibration, check_evaluation, evaluation_data
 from fpquant.calibration.fisher import fisher_pass
-from fpquant.calibration.pipeline import check_weights, choose_scales, quantize_weights
+from fpquant.calibration.pipeline import check_range, check_weights, choose_scales, quantize_weights
 from fpquant.calibration.sensitivity import (
     Sensitivity,
     SensitivityKey,
@@ -124,7 +124,7 @@ def calibrate(
         with stages.timed("evaluate"):
             measured["quantized"] = evaluate(loaded, dataset=evaluate_on, window=window, track=track)
     record = result.record | {"evaluation": {k: [r.to_dict() for r in rs] for k, rs in measured.items()}}
-    return save(replace(result, record=record, measured=measured), target, stages=stages)
+    return save(replace(result, record=record, measured=measured), target, overwrite=overwrite, stages=stages)
 
 
 def evaluation_of(recipe: Recipe, dataset: str | None) -> str:
@@ -152,6 +152,7 @@ def quantize(
     modules, skipped = find_modules(model, recipe.include, recipe.exclude)
     with stages.timed("check"):
         check_weights(model.named_parameters())
+        check_range(modules, recipe.weights)
     known = None
     if recipe.needs_sensitivity:
         with stages.timed("sensitivity"):
@@ -163,6 +164,7 @@ def quantize(
         packed, assignment = quantize_weights(modules, recipe, statistics, scales, track)
         for name, tensor in packed.items():
             replace_by_quant_linear(model, name, tensor)
+        _check_runs(model)
     settings = {
         "ratio": None if recipe.weights.is_uniform else recipe.ratio,
         "policy": None if recipe.weights.is_uniform else recipe.policy,
@@ -188,9 +190,23 @@ def quantize(
     return Calibration(model, loaded.tokenizer, recipe, config, record, summary, tuple(skipped), loaded.stored_dtype)
 
 
-def save(result: Calibration, out: str | Path, *, stages: Stages | None = None) -> Calibration:
-    """Write a quantized model as a directory; a model that `out` holds is replaced."""
+@torch.inference_mode()
+def _check_runs(model: Any) -> None:
+    """Raise FpquantError where a model's own code does not work with packed weights (it reads `.weight` itself)."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    try:
+        model(input_ids=ids, use_cache=False)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise FpquantError(
+            f"the model's code does not work with packed weights ({first}); --exclude the modules whose weight it reads"
+        ) from error
+
+
+def save(result: Calibration, out: str | Path, *, overwrite: bool = False, stages: Stages | None = None) -> Calibration:
+    """Write a quantized model as a directory; with `overwrite` in the place of a model that `out` holds."""
     target = Path(out)
+    checkpoint.prepare_out(target, overwrite)
     seconds = {k: round(v, 2) for k, v in (stages or Stages()).seconds.items()}
     summary = result.summary | {"seconds": seconds, "peak_memory_bytes": peak_memory()}
     record = result.record | {"results": summary}
@@ -286,7 +302,9 @@ def load(directory: str | Path, *, device: str = "auto", dtype: str = "auto", ve
     Checks structure, and with `verify` the recorded sha256 of each shard (1.2 s a GB). Raises FpquantError, naming
     the shard or tensor, for anything damaged or incomplete. For the tokenizer use transformers.AutoTokenizer.
     """
-    return open_model(str(directory), device=device, dtype=dtype, verify=verify, must_be_quantized=True).model
+    return open_model(
+        str(directory), device=device, dtype=dtype, verify=verify, must_be_quantized=True, with_tokenizer=False
+    ).model
 
 
 def open_model(
@@ -296,6 +314,7 @@ def open_model(
     dtype: str = "auto",
     verify: bool = True,
     must_be_quantized: bool = False,
+    with_tokenizer: bool = True,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Open any model, quantized or not; a quantized directory is checked first."""
@@ -308,7 +327,13 @@ def open_model(
         if verify:
             checkpoint.check_hashes(directory)
         checkpoint.check_headers(checkpoint.shards(directory), pair, specs)
-    return load_model(spec, device=pick_device(device), dtype=dtype, trust_remote_code=trust_remote_code)
+    return load_model(
+        spec,
+        device=pick_device(device),
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        with_tokenizer=with_tokenizer,
+    )
 
 
 def evaluate(
@@ -347,26 +372,25 @@ def generate(
 
     On a CPU the dense weights are kept while generating: decoding them anew for each token would take most of the time.
     """
+    from transformers import GenerationConfig
+
     loaded = open_model(model, device=device, dtype=dtype) if isinstance(model, str) else model
     network, tokenizer = loaded.model, loaded.tokenizer
-    inputs = tokenizer(prompt, return_tensors="pt").to(network.device)
+    encoded = tokenizer(prompt, return_tensors="pt").to(network.device)
+    inputs = {k: encoded[k] for k in ("input_ids", "attention_mask")}
     if inputs["input_ids"].numel() == 0:
         raise FpquantError("the prompt is empty; give --prompt some text")
-    quantized = list(checkpoint.quant_modules(network).values()) if network.device.type == "cpu" else []
-    for module in quantized:
+    stop = network.generation_config.eos_token_id
+    pad = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), None)
+    settings = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=pad)
+    on_cpu = network.device.type == "cpu"
+    cached = [m for m in checkpoint.quant_modules(network).values() if on_cpu and not m.has_cached_dense]
+    for module in cached:
         module.cache_dense(network.dtype)
     try:
-        tokens = network.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-        )
+        tokens = network.generate(**inputs, generation_config=settings)
     finally:
-        for module in quantized:
+        for module in cached:
             module.cache_dense(None)
     return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
 

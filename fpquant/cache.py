@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import threading
@@ -50,7 +51,8 @@ def written_whole(target: Path) -> Iterator[Path]:
             yield target
         return
     target = target.resolve()  # what a link points at
-    temporary, old = (target.with_name(f".{target.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    token = f"{os.getpid()}-{secrets.token_hex(3)}"
+    temporary, old = (target.with_name(f".{target.name}.{token}.{kind}") for kind in ("tmp", "old"))
     missing = [p for p in target.parents if not p.exists()]
     try:
         with _write_errors(target):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ FORMAT_VERSION = 1
 RECORD_FILE = "fpquant.json"
 MAX_SHARD_SIZE = "5GB"
 MAX_FEATURES = 1 << 24
+
+# What a model directory is made of, and all that --overwrite may take away.
+_MODEL_FILE = re.compile(
+    r".*\.(safetensors|json|jinja|model|png|svg)|README\.md|LICENSE.*|(merges|vocab)\.txt|\.gitattributes"
+)
 
 _DTYPE_NAMES = {torch.uint8: "U8", torch.float32: "F32"}
 
@@ -64,6 +70,8 @@ def parse_config(config: Mapping[str, Any]) -> tuple[Pair, dict[str, ModuleSpec]
         raise FpquantError(f"checkpoint format version {version!r} is not {FORMAT_VERSION}; {remedy}")
     if config.get("block_size") != BLOCK_SIZE or not isinstance(config.get("modules"), Mapping):
         raise FpquantError("quantization_config lacks block_size 16 or modules; the checkpoint is damaged")
+    if ("pair" in config) == ("scheme" in config) or config.get("activations") is not None:
+        raise FpquantError("quantization_config needs pair or scheme, and no activations; the checkpoint is damaged")
     pair = get_pair(str(config.get("pair") or config.get("scheme")))
     return pair, {str(name): _parse_module(name, m, pair) for name, m in config["modules"].items()}
 
@@ -142,10 +150,13 @@ def save_checkpoint(
     card: the text of README.md.
     """
     kept = {f"{name}.{stream}" for name in config["modules"] for stream in STREAMS}
-    state = {
-        name: t if name in kept or not t.is_floating_point() else t.to(stored_dtype)
-        for name, t in model.state_dict().items()
-    }
+    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}  # one tensor stays one (a tied head)
+    state = {}
+    for name, t in model.state_dict().items():
+        if name in kept or not t.is_floating_point() or t.dtype == stored_dtype:
+            state[name] = t
+        else:
+            state[name] = cast.setdefault((t.data_ptr(), t.shape), t.to(stored_dtype))
     with written_whole(out) as temporary:
         with _without_quantizer(model):
             _save_pretrained(model, temporary, state_dict=state)
@@ -201,15 +212,26 @@ def prepare_out(out: Path, overwrite: bool, source: Path | None = None) -> None:
         raise FpquantError(f"output directory {out} is not empty; choose another --out or pass --overwrite")
     if source is not None and source.exists() and source.resolve().is_relative_to(out.resolve()):
         raise FpquantError(f"output directory {out} holds the model that is read; choose another --out")
-    if not (out / "config.json").is_file():
-        raise FpquantError(
-            f"output directory {out} holds no model, so --overwrite leaves it alone; choose another --out"
-        )
+    foreign = [f.name for f in sorted(out.iterdir()) if not (f.is_file() and _MODEL_FILE.fullmatch(f.name))]
+    if foreign or not (out / "config.json").is_file():
+        why = f"holds {foreign[0]}, which is no part of a model" if foreign else "holds no model"
+        raise FpquantError(f"output directory {out} {why}, so --overwrite leaves it alone; choose another --out")
 
 
 def shards(directory: Path) -> list[Path]:
-    """The safetensors files of a directory, in order."""
-    return sorted(directory.glob("*.safetensors"))
+    """The safetensors files of a directory, in order: those its index names, where there is one."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FpquantError(f"{index} cannot be read: {error}; it is damaged, copy it again") from error
+    if wrong := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
+        raise FpquantError(f"{index} names {wrong[0]!r}, which is no file of this directory; it is damaged")
+    if missing := sorted(n for n in names if not (directory / n).is_file()):
+        raise FpquantError(f"{directory} lacks {missing[0]}; the checkpoint is incomplete, copy it again")
+    return sorted(directory / n for n in names)
 
 
 def sha256(path: Path) -> str:
@@ -325,8 +347,9 @@ def load_packed(directory: Path) -> dict[str, BlockMixedTensor]:
     return packed
 
 
-def verify(directory: Path) -> dict[str, Any]:
+def verify(directory: str | Path) -> dict[str, Any]:
     """Check structure and hashes. Returns {"modules", "shards", "hashed"}; raises FpquantError at the first fault."""
+    directory = Path(directory)
     read_config(directory)
     hashed = check_hashes(directory)
     packed = load_packed(directory)

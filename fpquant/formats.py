@@ -16,8 +16,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fpquant.errors import unknown
-
 
 @dataclass(frozen=True)
 class FloatFormat:
@@ -54,13 +52,6 @@ FP16 = FloatFormat("fp16", exponent_bits=5, mantissa_bits=10, bias=15, max_value
 FORMATS = {f.name: f for f in (FP4_E2M1, FP5_E2M2, FP5_E3M1, FP6_E3M2, FP6_E2M3, FP8_E4M3, FP8_E5M2, FP16)}
 
 
-def get_format(name: str) -> FloatFormat:
-    """The format called `name`. Raises FpquantError, naming the nearest, where there is none."""
-    if name not in FORMATS:
-        raise unknown("format", name, FORMATS)
-    return FORMATS[name]
-
-
 def round_to(x: Tensor, fmt: FloatFormat) -> Tensor:
     """The value of `fmt` nearest to each element of x (any shape, fp32), ties to even, saturating. Keeps signed zeros.
 
@@ -76,7 +67,7 @@ def round_to(x: Tensor, fmt: FloatFormat) -> Tensor:
 
 def encode(x: Tensor, fmt: FloatFormat) -> Tensor:
     """Codes of round_to(x, fmt). x: any shape, finite. Returns uint8 (int16 for FP16) of the same shape."""
-    if fmt is FP16:
+    if fmt == FP16:
         return x.float().clamp(-fmt.max_value, fmt.max_value).half().view(torch.int16)
     value = round_to(x, fmt)
     bits = value.view(torch.int32)
@@ -91,7 +82,7 @@ def encode(x: Tensor, fmt: FloatFormat) -> Tensor:
 
 def decode(codes: Tensor, fmt: FloatFormat) -> Tensor:
     """fp32 values of codes (uint8; int16 for FP16), any shape. Codes that mean NaN or infinity decode as such."""
-    if fmt is FP16:
+    if fmt == FP16:
         return codes.view(torch.float16).float()
     return _table(fmt, codes.device).index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
 
@@ -110,6 +101,6 @@ def _value(code: int, fmt: FloatFormat) -> float:
         return sign * mantissa * fmt.min_subnormal
     value = (1 + mantissa / (1 << fmt.mantissa_bits)) * 2.0 ** (exponent - fmt.bias)
     if value > fmt.max_value:  # only the 8-bit formats have codes beyond their largest finite value
-        is_infinity = fmt is FP8_E5M2 and mantissa == 0
+        is_infinity = fmt == FP8_E5M2 and mantissa == 0
         return sign * (float("inf") if is_infinity else float("nan"))
     return sign * value

@@ -21,6 +21,8 @@ class QuantLinear(nn.Linear):
     Opening its checkpoint without fpquant fails with a size mismatch at `weight`.
     """
 
+    _is_hf_initialized = True  # or transformers fills offloaded streams with random numbers, which bytes refuse
+
     def __init__(
         self,
         in_features: int,
@@ -70,6 +72,10 @@ class QuantLinear(nn.Linear):
         """Keep the dense weight in `dtype` for faster forward passes, at the price of memory; None drops it."""
         self._dense = None if dtype is None else self.dense(dtype)
 
+    @property
+    def has_cached_dense(self) -> bool:
+        return self._dense is not None
+
     def freeze(self) -> None:
         """Turn requires_grad off again: loaders turn it on for floating-point parameters."""
         for name in STREAMS:
@@ -90,8 +96,13 @@ class QuantLinear(nn.Linear):
             if (moved := getattr(self, name)).dtype != torch.float32:
                 setattr(self, name, nn.Parameter(scale.to(moved.device), requires_grad=False))
         if self._dense is not None:
-            self._dense = fn(self._dense)
+            moved = fn(self._dense)
+            self._dense = moved if moved.dtype == self._dense.dtype else None  # or it would be rounded twice
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._dense = None
+        super()._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
         blocks = self.out_features * block_count(self.in_features)

@@ -69,7 +69,14 @@ def pick_dtype(dtype: str, device: torch.device, stored: torch.dtype) -> torch.d
     return DTYPES[dtype]
 
 
-def load_model(spec: str, *, device: torch.device, dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
+def load_model(
+    spec: str,
+    *,
+    device: torch.device,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    with_tokenizer: bool = True,
+) -> LoadedModel:
     """Load an unquantized or quantized causal language model and its tokenizer.
 
     spec: a hub id, a directory, a .gguf file or `demo`. Raises FpquantError where there is no such model, it cannot
@@ -84,7 +91,7 @@ def load_model(spec: str, *, device: torch.device, dtype: str = "auto", trust_re
         config = AutoConfig.from_pretrained(source, **config_options)
         stored = torch.float32 if "gguf_file" in options else _stored_dtype(config)
         target = pick_dtype(dtype, device, stored)
-        tokenizer = AutoTokenizer.from_pretrained(source, **config_options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **config_options) if with_tokenizer else None
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=target, output_loading_info=True, **options)
     model, info = loaded
     if missing := sorted(info["missing_keys"]):  # transformers leaves these random
@@ -198,6 +205,8 @@ def demo_directory() -> Path:
     with _as_user_error("demo", file):
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    if target.exists():  # another process was quicker
+        return target
     with written_whole(target) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -232,38 +241,66 @@ def find_modules(
     taken: dict[str, nn.Module] = {}
     skipped: list[Skipped] = []
     used: set[str] = set()
-    in_blocks = 0
+    in_blocks = 0  # weights of the decoder blocks that nobody left out by name
+    _refuse_shared(model)
     for name, module in model.named_modules():
         matrices = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() >= 2)
         if not matrices:
             continue
         in_block = any(name.startswith(b + ".") for b in blocks)
-        in_blocks += matrices if in_block else 0
         reason = _reason_to_skip(name, module, in_block, module is output)
         hits = {p for p in include if _matches(name, p)} | {p for p in exclude if _matches(name, p)}
         used |= hits
-        if reason is None and include and not hits & set(include):
-            reason = "not in --include"
-        if reason is None and hits & set(exclude):
-            reason = "excluded"
+        if include and not hits & set(include):
+            reason = reason or "not in --include"
+        elif hits & set(exclude):
+            reason = reason or "excluded"
+        else:
+            in_blocks += matrices if in_block else 0
         if reason is None:
             taken[name] = module
         else:
             skipped.append(Skipped(name, matrices, reason))
     if unused := [p for p in (*include, *exclude) if p not in used]:
-        raise FpquantError(
-            f"pattern {unused[0]!r} matches no module; see `fpquant inspect` or the model's module names"
-        )
+        raise FpquantError(f"pattern {unused[0]!r} matches no module; the names are those of model.named_modules()")
+    if any(s.reason == "already quantized" for s in skipped):
+        raise FpquantError("the model is already quantized; give the original")
     if not taken:
         raise FpquantError("no module is left to quantize; loosen --include and --exclude")
     share = sum(weight_of(m).numel() for m in taken.values()) / in_blocks
-    if share < MIN_QUANTIZED_SHARE and not include and not exclude:
-        left = max((s for s in skipped if any(s.name.startswith(b + ".") for b in blocks)), key=lambda s: s.weights)
+    if share < MIN_QUANTIZED_SHARE:
+        asked = ("excluded", "not in --include")
+        unasked = (s for s in skipped if s.reason not in asked and any(s.name.startswith(b + ".") for b in blocks))
+        left = max(unasked, key=lambda s: s.weights)
         raise FpquantError(
             f"only {share:.0%} of the decoder blocks' weights can be quantized (largest left out: {left.name}, "
             f"{left.reason}); this kind of model is not supported yet, or accept it with --exclude {left.name!r}"
         )
     return taken, skipped
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """Raise FpquantError where two linear layers are one, or share a weight: replacing one would untie them."""
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            first = seen.setdefault(id(module.weight), name)
+            if first != name:
+                raise FpquantError(
+                    f"{name} shares its weight with {first}; models with shared layers are not supported"
+                )
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout within; each module's own mode is as before afterwards."""
+    before = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 def _inside_list(model: nn.Module, name: str) -> bool:

@@ -14,7 +14,7 @@ before it reads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -76,11 +76,6 @@ class BlockMixedTensor:
     def bits_per_weight(self) -> float:
         """Stored bits a weight: map, scales and padding included."""
         return 8 * self.nbytes / prod(self.shape)
-
-    def to(self, device: torch.device | str) -> BlockMixedTensor:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved |= {name: t.to(device) for name, t in self.streams.items()}
-        return BlockMixedTensor(**moved)
 
 
 def stream_sizes(shape: tuple[int, int], pair: Pair, high_blocks: int) -> dict[str, tuple[int, torch.dtype]]:
@@ -169,7 +164,7 @@ def unpack(t: BlockMixedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def pack_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
     """Codes [n, 16] -> uint8 [n * 2 * bits], a little-endian bit stream: code i at bits (bits*i .. bits*i + bits-1)."""
-    if fmt is FP16:
+    if fmt == FP16:
         return codes.contiguous().view(torch.uint8).reshape(-1)
     if fmt.bits == 8:
         return codes.reshape(-1)
@@ -185,7 +180,7 @@ def pack_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
 
 def unpack_codes(stream: Tensor, fmt: FloatFormat) -> Tensor:
     """uint8 [n * 2 * bits] -> codes [n, 16]: the inverse of pack_codes."""
-    if fmt is FP16:
+    if fmt == FP16:
         return stream.view(torch.int16).reshape(-1, BLOCK_SIZE)
     if fmt.bits == 8:
         return stream.reshape(-1, BLOCK_SIZE)
@@ -241,6 +236,10 @@ def check(t: BlockMixedTensor, name: str) -> None:
     for stream in ("weight_scale", "weight_global_scale"):
         if (scale := t.streams.get(stream)) is not None and not _is_valid_scale(scale):
             raise FpquantError(f"{name}.{stream} holds an invalid scale; the checkpoint is damaged")
+    if t.pair.low.has_block_scale and t.weight_scale is not None:
+        zero = (t.weight_scale == 0).nonzero().squeeze(1)
+        if bool(t.weight.reshape(-1, t.pair.low.block_bytes)[zero].any()):
+            raise FpquantError(f"{name}.weight_scale is 0 for a block that is not zero; the checkpoint is damaged")
 
 
 def _popcount(bytes_: Tensor) -> Tensor:
@@ -249,7 +248,7 @@ def _popcount(bytes_: Tensor) -> Tensor:
 
 
 def _has_special(stream: Tensor, fmt: FloatFormat) -> bool:
-    if fmt is FP16:
+    if fmt == FP16:
         return not bool(stream.view(torch.float16).isfinite().all())
     if fmt not in (FP8_E4M3, FP8_E5M2):
         return False

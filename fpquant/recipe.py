@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from fpquant.calibration.clipping import check_clip
@@ -55,9 +56,14 @@ class Recipe:
                 f"clip {self.clip!r} needs a scheme with a scale a block, got pair {self.pair!r}; use none"
             )
         for number in ("samples", "seq_len", "seed"):
-            value = getattr(self, number)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+            value: Any = getattr(self, number)
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value < 1 << 63:
                 raise FpquantError(f"{number} must be a whole number from 0 to 2^63 - 1, got {value!r}")
+            object.__setattr__(self, number, int(value))
+        object.__setattr__(self, "ratio", float(self.ratio))
+        for patterns in ("include", "exclude"):
+            value = getattr(self, patterns)
+            object.__setattr__(self, patterns, (value,) if isinstance(value, str) else tuple(value))
 
     @property
     def weights(self) -> Pair:
@@ -74,6 +80,18 @@ class Recipe:
 
 
 _KEYS = tuple(f.name for f in fields(Recipe))
+_KEEP_NAME = {"ratio", "dataset", "samples", "seq_len", "seed"}
+"""What can change in a recipe that keeps its name."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML would quietly take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := [k for k in keys if keys.count(k) > 1]:
+            raise yaml.YAMLError(f"key {twice[0]!r} stands twice")
+        return super().construct_mapping(node, deep)
 
 
 def recipe_names() -> list[str]:
@@ -107,7 +125,7 @@ def load_recipe(name_or_file: str) -> Recipe:
 def parse_recipe(text: str, source: str, name: str) -> Recipe:
     """A recipe from YAML text; `source` is what errors call it."""
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, Loader=_StrictLoader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise FpquantError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, Mapping):
@@ -135,6 +153,14 @@ def override(recipe: Recipe, **changes: Any) -> Recipe:
     Another policy or pair brings its own threshold and clipping, unless these are given too.
     """
     given = {k: v for k, v in changes.items() if v is not None}
+    if wrong := [k for k in given if k not in _KEYS]:
+        raise unknown("setting", wrong[0], _KEYS)
+    if not given.keys() <= _KEEP_NAME:
+        given = {"name": None} | given
     if given.get("policy", recipe.policy) != recipe.policy or given.get("pair", recipe.pair) != recipe.pair:
         given = {"threshold": None, "clip": None} | given
-    return replace(recipe, **given)
+    changed = replace(recipe, **given)
+    idle = [k for k in ("ratio", "threshold") if given.get(k) is not None]
+    if idle and changed.weights.is_uniform:
+        raise FpquantError(f"{idle[0]} does nothing with the one scheme {changed.pair}; leave it out or give a pair")
+    return changed

@@ -180,17 +180,22 @@ def default_block_scale(blocks: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _block_factor(scheme: Scheme, block_scale: Tensor | None) -> Tensor | float:
-    """What multiplies decode(code): a constant, or the decoded block scales [..., 1] (1 for the scale of zeros)."""
+    """What multiplies decode(code): a constant, or the decoded block scales [..., 1]."""
     if scheme.block_factor is not None:
         return scheme.block_factor
     assert block_scale is not None
-    factor = decode(block_scale, FP8_E4M3)
-    return factor.masked_fill_(factor == 0, 1.0).unsqueeze(-1)
+    return decode(block_scale, FP8_E4M3).unsqueeze(-1)
+
+
+def _block_divisor(scheme: Scheme, block_scale: Tensor | None) -> Tensor | float:
+    """What divides before encoding: as _block_factor, with 1 for the scale of a block of zeros."""
+    factor = _block_factor(scheme, block_scale)
+    return factor.masked_fill_(factor == 0, 1.0) if isinstance(factor, Tensor) else factor
 
 
 def encode_blocks(blocks: Tensor, scheme: Scheme, scale: Tensor | None, block_scale: Tensor | None = None) -> Tensor:
     """Codes of blocks [..., 16] fp32 under a scheme; block_scale: E4M3 codes [...]. uint8 (int16 for fp16)."""
-    codes = encode((blocks / unit(scheme, scale)) / _block_factor(scheme, block_scale), scheme.format)
+    codes = encode((blocks / unit(scheme, scale)) / _block_divisor(scheme, block_scale), scheme.format)
     if scheme.has_block_scale and block_scale is not None:
         codes.masked_fill_((block_scale == 0).unsqueeze(-1), 0)
     return codes
@@ -204,5 +209,5 @@ def decode_blocks(codes: Tensor, scheme: Scheme, unit_: Tensor | float, block_sc
 def round_blocks(blocks: Tensor, scheme: Scheme, scale: Tensor | None, block_scale: Tensor | None = None) -> Tensor:
     """decode_blocks(encode_blocks(...)) without the codes: the quantized values of [out, blocks, 16], fp32."""
     step = unit(scheme, scale)
-    factor = _block_factor(scheme, block_scale)
-    return (round_to((blocks / step) / factor, scheme.format) * factor) * step
+    codes = round_to((blocks / step) / _block_divisor(scheme, block_scale), scheme.format)
+    return (codes * _block_factor(scheme, block_scale)) * step

@@ -1,6 +1,8 @@
 """Quantized directories: save and load are inverses, and what is damaged is refused."""
 
+import copy
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -261,3 +263,114 @@ def test_overwrite_never_replaces_what_is_no_model(tmp_path):
         with pytest.raises(FpquantError, match="notes"):
             checkpoint.prepare_out(tmp_path / "notes", overwrite)
     assert (tmp_path / "notes/a.txt").read_text() == "keep me"
+
+
+def test_a_tied_head_is_stored_once_whatever_the_dtype(tiny_model, text_file, tmp_path):
+    load_model(str(tiny_model), device=CPU, dtype="bfloat16").model.save_pretrained(tmp_path / "bf16")
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "bf16")
+    make(tmp_path / "bf16", text_file, tmp_path / "q")
+    assert "lm_head.weight" not in load_file(tmp_path / "q/model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    assert model.get_memory_footprint(return_buffers=False) == checkpoint.tensor_bytes(tmp_path / "q")
+
+
+def test_offloaded_to_disk_it_gives_the_same_logits(quantized, tmp_path):
+    layers = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    device_map = layers | {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(quantized, device_map=device_map, offload_folder=tmp_path)
+    assert torch.equal(logits(model), logits(fpquant.load(quantized, device="cpu")))
+
+
+@pytest.mark.parametrize("pair", ["nvfp4/fp8", "fp6/fp16", "fp8"])
+def test_copies_and_pickles_compute_the_same(pair, tiny_model, text_file, tmp_path):
+    model = make(tiny_model, text_file, tmp_path / "q", pair=pair).model
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(model), logits(other))
+
+
+def test_sharded_directories_load_and_unindexed_files_are_ignored(quantized, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(quantized)
+    model.save_pretrained(tmp_path / "s", max_shard_size="100KB")
+    assert len(checkpoint.shards(tmp_path / "s")) > 1
+    save_file({f"{NAME}.weight_scale": torch.zeros(3, dtype=torch.uint8)}, tmp_path / "s/zz.safetensors")
+    checkpoint.verify(tmp_path / "s")
+    assert torch.equal(logits(fpquant.load(tmp_path / "s", device="cpu")), logits(model))  # without a tokenizer
+    checkpoint.shards(tmp_path / "s")[0].unlink()
+    with pytest.raises(FpquantError, match="lacks model-00001"):
+        fpquant.verify(str(tmp_path / "s"))
+    index = tmp_path / "s/model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001", "../model-00001"))
+    with pytest.raises(FpquantError, match="no file of this directory"):
+        fpquant.load(tmp_path / "s")
+
+
+def test_the_base_model_opens_too(quantized):
+    from transformers import AutoModel
+
+    base = AutoModel.from_pretrained(quantized)
+    whole = AutoModelForCausalLM.from_pretrained(quantized)
+    ids = torch.arange(2, 34).reshape(1, 32)
+    with torch.inference_mode():
+        assert torch.equal(base(input_ids=ids).last_hidden_state, whole.model(input_ids=ids).last_hidden_state)
+
+
+def test_a_cached_dense_weight_is_never_stale(quantized):
+    module = checkpoint.quant_modules(fpquant.load(quantized, device="cpu"))[NAME]
+    x = torch.randn(3, 64)
+    expected = module(x)
+    module.cache_dense(torch.bfloat16)
+    assert torch.equal(module.float()(x), expected)
+    module.cache_dense(torch.float32)
+    assert torch.equal(module(x), expected)
+    state = {k: v.clone() for k, v in module.state_dict().items()}
+    state["weight_global_scale"] *= 2
+    module.load_state_dict(state)
+    torch.testing.assert_close(module(x), 2 * expected)
+
+
+def test_save_replaces_only_models_and_only_when_asked(tiny_model, text_file, tmp_path):
+    result = make(tiny_model, text_file, tmp_path / "q")
+    (tmp_path / "q/thesis.txt").write_text("keep me")
+    for call in (
+        lambda: fpquant.save(result, tmp_path / "q"),
+        lambda: fpquant.save(result, tmp_path / "q", overwrite=True),
+        lambda: make(tiny_model, text_file, tmp_path / "q", overwrite=True),
+    ):
+        with pytest.raises(FpquantError):
+            call()
+    assert (tmp_path / "q/thesis.txt").read_text() == "keep me"
+    (tmp_path / "q/thesis.txt").unlink()
+    fpquant.save(result, tmp_path / "q", overwrite=True)
+    checkpoint.verify(tmp_path / "q")
+
+
+def test_a_zero_scale_for_a_block_that_is_not_zero_is_refused(damaged):
+    rewrite(damaged, lambda tensors: tensors[f"{NAME}.weight_scale"].zero_())
+    with pytest.raises(FpquantError, match="is 0 for a block that is not zero"):
+        fpquant.load(damaged)
+
+
+def test_a_model_whose_code_reads_a_weight_is_refused_before_anything_is_written(
+    tiny_model, text_file, tmp_path, monkeypatch
+):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    plain = LlamaMLP.forward
+
+    def forward(self, x):
+        return plain(self, x) + 0 * self.up_proj.weight.sum(dim=1)[: x.shape[-1]]
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(FpquantError, match="does not work with packed weights"):
+        make(tiny_model, text_file, tmp_path / "q")
+    assert not (tmp_path / "q").exists()
+
+
+def test_weights_beyond_fp16_are_refused(tiny_model, text_file, tmp_path):
+    from fpquant import api
+
+    loaded = load_model(str(tiny_model), device=CPU)
+    loaded.model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e5
+    with pytest.raises(FpquantError, match=f"{NAME}.weight reaches 100000"):
+        api.quantize(loaded, fpquant.Recipe(pair="fp16"))

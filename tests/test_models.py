@@ -71,6 +71,8 @@ def test_fused_experts_are_an_error_not_a_silent_skip():
     model = MixtralForCausalLM(config)
     with pytest.raises(FpquantError, match=r"only \d+% of the decoder blocks' weights.*experts"):
         find_modules(model)
+    with pytest.raises(FpquantError, match="experts"):
+        find_modules(model, exclude=["k_proj"])  # which says nothing of experts
     taken, skipped = find_modules(model, exclude=["*.experts"])  # accepted by name
     assert all("experts" not in n for n in taken)
     assert any(s.reason == "router" for s in skipped)
@@ -109,3 +111,12 @@ def test_auto_is_fp32_on_a_cpu_and_the_models_own_on_a_gpu():
     for call in (lambda: pick_dtype("int8", torch.device("cpu"), torch.float32), lambda: pick_device("cuda:99")):
         with pytest.raises(FpquantError):
             call()
+
+
+def test_layers_that_share_a_weight_are_refused(llama):
+    import copy
+
+    model = copy.deepcopy(llama)
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(FpquantError, match=r"layers\.1\.mlp\.up_proj shares its weight with model\.layers\.0"):
+        find_modules(model)

@@ -2,6 +2,7 @@
 
 from importlib.resources import files
 
+import numpy as np
 import pytest
 
 from fpquant.errors import FpquantError
@@ -65,6 +66,7 @@ def test_flags_override_and_none_leaves_alone():
         ("pair: fp6\nclip: fisher", "needs a scheme with a scale a block"),
         ("- pair", "must hold `key: value` lines"),
         ("pair: [", "is not valid YAML"),
+        ("ratio: 0.5\nratio: 0.6", "key 'ratio' stands twice"),
     ],
 )
 def test_mistakes_are_named(text, message):
@@ -77,3 +79,20 @@ def test_mistakes_are_named(text, message):
 def test_unknown_recipes_name_the_nearest():
     with pytest.raises(FpquantError, match="did you mean 'fgmp-70'"):
         load_recipe("fgmp-71")
+
+
+def test_a_recipe_that_was_changed_loses_its_name():
+    assert override(load_recipe("fgmp-70"), ratio=0.6, samples=8).name == "fgmp-70"
+    assert override(load_recipe("fgmp-70"), policy="random").name is None
+
+
+def test_settings_that_do_nothing_and_settings_that_are_none_are_errors():
+    with pytest.raises(FpquantError, match="ratio does nothing with the one scheme fp8"):
+        override(load_recipe("fp8"), ratio=0.2)
+    with pytest.raises(FpquantError, match="unknown setting 'ratoi'; did you mean 'ratio'"):
+        override(Recipe(), ratoi=0.2)
+
+
+def test_numbers_of_numpy_and_a_single_pattern_are_taken():
+    recipe = Recipe(ratio=np.float32(0.5), samples=np.int64(4), include="up_proj")
+    assert recipe == Recipe(ratio=0.5, samples=4, include=("up_proj",))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fpquant.calibration.data import TokenData
 from fpquant.errors import FpquantError
 from fpquant.evaluation.records import Result
+from fpquant.models import evaluation_mode
 from fpquant.progress import Track, no_progress
 
 CONFIDENCE = 0.95
@@ -22,21 +23,23 @@ RESAMPLES = 2000
 @torch.inference_mode()
 def window_losses(model: Any, ids: Tensor, *, track: Track = no_progress) -> np.ndarray:
     """Mean next-token negative log-likelihood, in nats, of each window of ids [windows, window]. float64 [windows]."""
-    device = model.get_input_embeddings().weight.device
-    losses = []
-    for window in track(ids, "Perplexity", len(ids)):
-        window = window.to(device)
-        logits = model(input_ids=window.unsqueeze(0), use_cache=False).logits[0, :-1]
-        # in pieces: fp32 logits of a whole window can be larger than the model
-        pieces = zip(logits.split(512), window[1:].to(logits.device).split(512), strict=True)
-        total = sum(nn.functional.cross_entropy(x.float(), t, reduction="sum").double().item() for x, t in pieces)
-        losses.append(total / (len(window) - 1))
+    with evaluation_mode(model):
+        losses = [_window_loss(model, window) for window in track(ids, "Perplexity", len(ids))]
     result = np.array(losses)
     if bad := int((~np.isfinite(result)).sum()):
         raise FpquantError(
             f"the model's loss is not finite in {bad} of {len(ids)} windows; try --dtype bfloat16 or float32"
         )
     return result
+
+
+def _window_loss(model: Any, window: Tensor) -> float:
+    window = window.to(model.get_input_embeddings().weight.device)
+    logits = model(input_ids=window.unsqueeze(0), use_cache=False).logits[0, :-1]
+    # in pieces: fp32 logits of a whole window can be larger than the model
+    pieces = zip(logits.split(512), window[1:].to(logits.device).split(512), strict=True)
+    total = sum(nn.functional.cross_entropy(x.float(), t, reduction="sum").double().item() for x, t in pieces)
+    return total / (len(window) - 1)
 
 
 def perplexity(model: Any, tokenizer: Any, data: TokenData, *, seed: int = 0, track: Track = no_progress) -> Result:

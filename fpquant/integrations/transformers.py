@@ -50,6 +50,9 @@ class FpQuantQuantizer(HfQuantizer):
         pair, modules = parse_config(self.quantization_config.values)
         if checkpoint_files:
             check_headers([Path(f) for f in checkpoint_files], pair, modules)
+        prefix = model.base_model_prefix
+        if prefix and not hasattr(model, prefix):  # the base model, whose names have no prefix
+            modules = {name.removeprefix(f"{prefix}."): spec for name, spec in modules.items()}
         dtype = getattr(model, "dtype", None)
         install_empty(model, pair, modules, dtype if isinstance(dtype, torch.dtype) else torch.float32)
 

@@ -153,3 +153,17 @@ def test_half_precision_weights_lose_nothing_to_overflow_or_underflow(dtype, rto
     assert (result.loss_scale > 1) == (dtype == "float16")
     expected = by_autograd(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval(), ids)
     compare(result, expected, rtol)
+
+
+def test_the_callers_gradients_and_modes_are_left_alone(tiny_model, ids):
+    model = load_model(str(tiny_model), device=CPU).model.train()
+    modules, _ = find_modules(model)
+    first = fisher_pass(model, modules, ids)
+    model.zero_grad()
+    model(input_ids=ids[:1], labels=ids[:1]).loss.backward()
+    kept = {n: p.grad.clone() for n, p in model.named_parameters()}
+    again = fisher_pass(model, modules, ids)
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, kept[name])
+    assert all(torch.equal(first.modules[n].fisher, again.modules[n].fisher) for n in modules)
