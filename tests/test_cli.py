@@ -532,7 +532,7 @@ def test_an_output_that_holds_something(calibrating, quantized, fault, here):
     (here / "q").mkdir()
     (here / "q/notes.txt").write_text("keep me")
     fault(*calibrating, says=["not empty", "--overwrite"])
-    fault(*calibrating, "--overwrite", says="holds no model")
+    fault(*calibrating, "--overwrite", says=["holds notes.txt", "no part of a model"])
     fault("export", quantized, "--out", "q", says=["not empty", "--overwrite"])
     fault(*calibrating, "--out", "q/notes.txt", says="is a file")
     fault(*calibrating, "--out", "q/notes.txt/deeper/q", says=["notes.txt is a file", "--out"])
@@ -547,11 +547,11 @@ def test_a_model_is_replaced_whole_where_a_link_points_at_it(calibrating, comman
     (here / "real").mkdir()
     (here / "q").symlink_to("real")
     assert command(*calibrating).code == 0
-    (here / "real/old.txt").write_text("of the old model")
+    (here / "real/old.json").write_text("{}")
     assert command(*calibrating, "--overwrite").code == 0
     assert (here / "q").is_symlink()
     assert checkpoint.verify(here / "real")["modules"] == 14
-    assert not (here / "real/old.txt").exists()
+    assert not (here / "real/old.json").exists()
     assert {p.name for p in here.iterdir()} == {"q", "real"}
 
 
