@@ -1,0 +1,121 @@
+"""Builds kernels when they are first used, and keeps them.
+
+A kernel is a shared library with a C interface that is called through ctypes: it knows nothing of torch, so it is built
+by nvcc alone in seconds and serves every version of torch. The cache is keyed by the sources, the options (which name
+the architecture) and the compiler's version. Most people have a CUDA build of torch and no nvcc: pip's
+`cuda-toolkit[nvcc,cudart,cccl]` is found too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fpquant.cache import cache_dir, written_whole
+from fpquant.errors import FpquantError
+
+OLDEST = (8, 0)
+"""The first compute capability with asynchronous copies and BF16, which the kernels need."""
+
+INSTALL = "pip install 'cuda-toolkit[nvcc,cudart,cccl]' brings one; FPQUANT_NVCC names one elsewhere"
+
+_lock = threading.Lock()
+
+
+class KernelUnavailable(FpquantError):
+    """There is no compiled kernel here: no GPU that can run it, no compiler, or the compiler failed."""
+
+
+def find_nvcc() -> Path | None:
+    """FPQUANT_NVCC, CUDA_HOME's, the one on PATH, pip's, or /usr/local/cuda's."""
+    if named := os.environ.get("FPQUANT_NVCC"):
+        return Path(named)
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    candidates = [Path(home, "bin", "nvcc") for home in homes]
+    if on_path := shutil.which("nvcc"):
+        candidates.append(Path(on_path))
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        candidates += sorted(Path(place).glob("cu*/bin/nvcc"), reverse=True)
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((c for c in candidates if os.access(c, os.X_OK)), None)
+
+
+def architecture(device: torch.device) -> str:
+    """What nvcc calls the device's architecture: "80", "90a". Raises KernelUnavailable where it is too old."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        name, got = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise KernelUnavailable(f"the kernels need compute capability 8.0 or newer, {name} has {got}")
+    number = "".join(map(str, capability))
+    return "90a" if number == "90" else number
+
+
+def command(nvcc: Path, sources: Sequence[Path], arch: str, defines: dict[str, str], out: Path) -> list[str]:
+    """The compiler's command line for one library."""
+    options = [*_device_options(arch, defines), "-shared", "-Xcompiler", "-fPIC", "-cudart", "static"]
+    # pip's package has its libraries where nvcc does not look by itself.
+    if (libraries := nvcc.resolve().parent.parent / "lib").joinpath("libcudart_static.a").exists():
+        options.append(f"-L{libraries}")
+    return [str(nvcc), *options, *map(str, sources), "-o", str(out)]
+
+
+def _device_options(arch: str, defines: dict[str, str]) -> list[str]:
+    options = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", "-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    return options + [f"-D{k}={v}" for k, v in ({"FPX_ARCH": arch.rstrip("af")} | defines).items()]
+
+
+def resource_report(nvcc: Path, source: Path, arch: str, defines: dict[str, str]) -> str:
+    """What the assembler says of each kernel of a .cu file: registers, shared memory, stack, spills. Needs no GPU."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        options = [*_device_options(arch, defines), "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings"]
+        return _run([str(nvcc), *options, str(source), "-o", cubin.name], also_errors=True)
+
+
+def build(name: str, folder: Path, arch: str, defines: dict[str, str]) -> Path:
+    """The shared library of all .cu files in `folder`, from the cache or built now.
+
+    name: what it is called in the cache. defines: macros for the preprocessor. Raises KernelUnavailable.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise KernelUnavailable(
+            f"the kernels are compiled on first use, and there is no CUDA compiler (nvcc); {INSTALL}"
+        )
+    sources = sorted(folder.glob("*.cu"))
+    digest = hashlib.sha256(_version(nvcc).encode())
+    for file in sorted([*sources, *folder.glob("*.cuh")]):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    digest.update(" ".join(command(Path("nvcc"), [], arch, defines, Path())).encode())
+    target = cache_dir() / "kernels" / f"{name}-sm_{arch}-{digest.hexdigest()[:16]}.so"
+    with _lock:
+        if not target.exists():
+            with written_whole(target) as temporary:
+                _run(command(nvcc, sources, arch, defines, temporary))
+    return target
+
+
+@functools.cache
+def _version(nvcc: Path) -> str:
+    return _run([str(nvcc), "--version"])
+
+
+def _run(arguments: list[str], *, also_errors: bool = False) -> str:
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise KernelUnavailable(f"cannot run {arguments[0]}: {error.strerror}; {INSTALL}") from error
+    if done.returncode != 0:
+        said = " | ".join((done.stderr + done.stdout).strip().splitlines()[:8])
+        raise KernelUnavailable(f"{arguments[0]} failed with code {done.returncode}: {said}")
+    return done.stdout + (done.stderr if also_errors else "")

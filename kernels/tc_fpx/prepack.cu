@@ -1,0 +1,192 @@
+// To and from the prepacked layout on the GPU, at about the speed of memory: a checkpoint's stream to packed (prepack),
+// its exact inverse (unprepack), and packed to a dense matrix of FPX_TYPE (dequantize) for batches so large that a dense
+// multiplication wins. Compiled with gemm.cu.
+//
+// A warp handles a run of chunks of one tile, a lane its 32 weights of each: two whole blocks of the stream. The four
+// lanes of a row read four blocks that lie side by side, and the run brings the rest of each sector soon after.
+#include <type_traits>
+
+#include "ptx.cuh"
+
+namespace fpx {
+namespace {
+
+using F = FPX_FORMAT;
+using T = FPX_TYPE;
+
+constexpr bool kConvert = FPX_ARCH >= 89;
+constexpr int kRun = 4;                          // chunks of a warp
+constexpr int kWarps = 8;                        // of a block
+constexpr int kBlockBytes = 2 * F::kBits;        // of a block of 16 codes in the stream
+
+// A warp's run: one tile of a strip, chunks begin .. end.
+struct Run {
+  int strip, tile, begin, end;
+
+  FPX_DEVICE Run(int first_strip, int chunks) {
+    const int runs = (chunks + kRun - 1) / kRun, warp = blockIdx.x * kWarps + threadIdx.x / kLanes;
+    const int row_of_tiles = warp / runs;
+    strip = first_strip + row_of_tiles / kStripTiles, tile = row_of_tiles % kStripTiles;
+    begin = warp % runs * kRun, end = min(begin + kRun, chunks);
+  }
+};
+
+// Blocks of 6-bit codes are aligned to 4 bytes in the stream, blocks of 5-bit codes to 2; those of 8-bit codes to 16.
+template <class Body>
+FPX_DEVICE void each_part_of_block(Body&& body) {
+  constexpr int kPart = kBlockBytes % 4 == 0 ? 4 : 2;
+#pragma unroll
+  for (int b = 0; b < kBlockBytes; b += kPart) body(b, std::integral_constant<int, kPart>{});
+}
+
+FPX_DEVICE void load_block(const uint8_t* from, uint32_t (&block)[4]) {
+  if constexpr (kBlockBytes == 16) {
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    block[0] = v.x, block[1] = v.y, block[2] = v.z, block[3] = v.w;
+  } else {
+    each_part_of_block([&](int b, auto part) {
+      if constexpr (part == 4) block[b / 4] = *reinterpret_cast<const uint32_t*>(from + b);
+      else block[b / 4] |= uint32_t(*reinterpret_cast<const uint16_t*>(from + b)) << (8 * (b % 4));
+    });
+  }
+}
+
+FPX_DEVICE void store_block(uint8_t* to, const uint32_t (&block)[4]) {
+  if constexpr (kBlockBytes == 16) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(block[0], block[1], block[2], block[3]);
+  } else {
+    each_part_of_block([&](int b, auto part) {
+      if constexpr (part == 4) *reinterpret_cast<uint32_t*>(to + b) = block[b / 4];
+      else *reinterpret_cast<uint16_t*>(to + b) = uint16_t(block[b / 4] >> (8 * (b % 4)));
+    });
+  }
+}
+
+// A lane's words of a tile in global memory: first plane, second plane.
+FPX_DEVICE void store_words(uint8_t* tile, int lane, const uint32_t (&words)[F::kWords]) {
+  *reinterpret_cast<uint4*>(tile + word_offset(F::kBits, lane, 0)) = make_uint4(words[0], words[1], words[2], words[3]);
+  uint32_t* second = reinterpret_cast<uint32_t*>(tile + word_offset(F::kBits, lane, 4));
+  if constexpr (F::kWords == 5) *second = words[4];
+  else if constexpr (F::kWords == 6) *reinterpret_cast<uint2*>(second) = make_uint2(words[4], words[5]);
+  else *reinterpret_cast<uint4*>(second) = make_uint4(words[4], words[5], words[6], words[7]);
+}
+
+FPX_DEVICE void load_words(const uint8_t* tile, int lane, uint32_t (&words)[F::kWords]) {
+  const uint4 first = *reinterpret_cast<const uint4*>(tile + word_offset(F::kBits, lane, 0));
+  words[0] = first.x, words[1] = first.y, words[2] = first.z, words[3] = first.w;
+  const uint32_t* second = reinterpret_cast<const uint32_t*>(tile + word_offset(F::kBits, lane, 4));
+#pragma unroll
+  for (int w = 4; w < F::kWords; ++w) words[w] = second[w - 4];
+}
+
+// Both directions: kInverse reads packed and writes the stream.
+template <bool kInverse>
+__global__ void __launch_bounds__(kWarps* kLanes)
+    repack(uint8_t* stream, uint8_t* packed, int out_features, int in_features) {
+  const int chunks = chunks_of(in_features), blocks = (in_features + kLaneInputs - 1) / kLaneInputs;
+  const int lane = threadIdx.x % kLanes;
+  const Run run(0, chunks);
+  if (run.strip >= strips_of(out_features)) return;
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    const int chunk = run.begin + i;
+    if (chunk >= run.end) break;
+    uint8_t* at = packed + tile_offset<F>(run.strip, chunk, run.tile, chunks);
+    uint32_t words[F::kWords] = {};
+    if constexpr (kInverse) load_words(at, lane, words);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = run.strip * kStripRows + run.tile * kTileRows + lane_row(lane) + 8 * half;
+      const int block = (chunk * kChunk + lane_input(lane)) / kLaneInputs;
+      const bool inside = row < out_features && block < blocks;
+      uint8_t* place = stream + (size_t(row) * blocks + block) * kBlockBytes;
+      uint32_t codes[4] = {};
+      if (!kInverse && inside) load_block(place, codes);
+#pragma unroll
+      for (int n = 0; n < kLaneInputs; ++n) {
+        if constexpr (kInverse) code_to_block<F>(codes, n, get_code<F>(words, half, n / 4, n % 4));
+        else put_code<F>(words, half, n / 4, n % 4, code_of_block<F>(codes, n));
+      }
+      if (kInverse && inside) store_block(place, codes);
+    }
+    if constexpr (!kInverse) store_words(at, lane, words);
+  }
+}
+
+// Rows 64 first_strip .. of the weight as dense [rows, in_features]: code times scale, rounded once.
+__global__ void __launch_bounds__(kWarps* kLanes)
+    dequantize(const uint8_t* packed, const float* scale, uint16_t* dense, int first_strip, int end_strip, int out_features,
+               int in_features) {
+  const int chunks = chunks_of(in_features), lane = threadIdx.x % kLanes;
+  const Run run(first_strip, chunks);
+  if (run.strip >= end_strip) return;
+  for (int chunk = run.begin; chunk < run.end; ++chunk) {
+    uint32_t words[F::kWords], a[kSteps][4];
+    load_words(packed + tile_offset<F>(run.strip, chunk, run.tile, chunks), lane, words);
+    decode_step<F, T, kConvert, 0>(words, a[0]), decode_step<F, T, kConvert, 1>(words, a[1]);
+    decode_step<F, T, kConvert, 2>(words, a[2]), decode_step<F, T, kConvert, 3>(words, a[3]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = run.strip * kStripRows + run.tile * kTileRows + lane_row(lane) + 8 * half;
+      const int column = chunk * kChunk + lane_input(lane);
+      if (row >= out_features || column >= in_features) continue;
+      const float factor = scale[row] * float(1 << Decoder<F, T, kConvert>::kExponent);
+      uint32_t pairs[8];
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j)
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+          const uint32_t pair = a[j][half + 2 * second];
+          pairs[2 * j + second] =
+              from_floats<T>(to_float<T>(pair & 0xFFFF) * factor, to_float<T>(pair >> 16) * factor);
+        }
+      uint16_t* to = dense + size_t(row - first_strip * kStripRows) * in_features + column;
+      if (in_features % 8 == 0) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b)
+          if (column + 8 * b < in_features)
+            reinterpret_cast<uint4*>(to)[b] =
+                make_uint4(pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2], pairs[4 * b + 3]);
+      } else {
+#pragma unroll
+        for (int n = 0; n < kLaneInputs; ++n)
+          if (column + n < in_features) to[n] = uint16_t(pairs[n / 2] >> (16 * (n % 2)));
+      }
+    }
+  }
+}
+
+int grid_of(int strips, int in_features) {
+  const int64_t warps = int64_t(strips) * kStripTiles * ((chunks_of(in_features) + kRun - 1) / kRun);
+  return int((warps + kWarps - 1) / kWarps);
+}
+
+}  // namespace
+}  // namespace fpx
+
+using namespace fpx;
+
+extern "C" {
+
+// The stream is aligned to 16 bytes, as memory from an allocator is.
+int fpx_prepack(const void* stream, void* packed, int out_features, int in_features, cudaStream_t on) {
+  repack<false><<<grid_of(strips_of(out_features), in_features), kWarps * kLanes, 0, on>>>(
+      static_cast<uint8_t*>(const_cast<void*>(stream)), static_cast<uint8_t*>(packed), out_features, in_features);
+  return cudaGetLastError();
+}
+
+int fpx_unprepack(const void* packed, void* stream, int out_features, int in_features, cudaStream_t on) {
+  repack<true><<<grid_of(strips_of(out_features), in_features), kWarps * kLanes, 0, on>>>(
+      static_cast<uint8_t*>(stream), static_cast<uint8_t*>(const_cast<void*>(packed)), out_features, in_features);
+  return cudaGetLastError();
+}
+
+// Rows first_row (a multiple of 64) to end_row of the weight, dense.
+int fpx_dequantize(const void* packed, const float* scale, void* dense, int first_row, int end_row, int out_features,
+                   int in_features, cudaStream_t on) {
+  const int first = first_row / kStripRows, end = strips_of(end_row);
+  dequantize<<<grid_of(end - first, in_features), kWarps * kLanes, 0, on>>>(
+      static_cast<const uint8_t*>(packed), scale, static_cast<uint16_t*>(dense), first, end, end_row, in_features);
+  return cudaGetLastError();
+}
+}

@@ -1,0 +1,162 @@
+// The instructions that C++ has no name for. One function each, and why it is used.
+#pragma once
+
+#include "decode.cuh"
+
+#define FPX_DEVICE __device__ __forceinline__
+
+namespace fpx {
+
+// The 32-bit shared-memory address of p, which copies and barriers take. Opaque, so that it is worked out once: a compiler
+// that knows where it comes from computes it anew wherever it is used.
+FPX_DEVICE uint32_t shared_address(const void* p) {
+  uint32_t address;
+  asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(uint32_t(__cvta_generic_to_shared(p))));
+  return address;
+}
+FPX_DEVICE uint32_t opaque(uint32_t x) {
+  asm volatile("mov.u32 %0, %1;" : "=r"(x) : "r"(x));
+  return x;
+}
+
+// Loads from and stores to such addresses. Volatile: never before the wait for their stage.
+FPX_DEVICE uint4 load_128(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+  return v;
+}
+FPX_DEVICE uint2 load_64(uint32_t from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
+  return v;
+}
+FPX_DEVICE uint32_t load_32(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from));
+  return v;
+}
+FPX_DEVICE void store_zeros_128(uint32_t to) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(to), "r"(0) : "memory");
+}
+
+// The Tensor Core: c[16x8] += a[16x16] b[16x8]. A pure function of registers (not volatile), so that the compiler may
+// interleave it with the decoding of the next operand.
+template <class T>
+FPX_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+FPX_DEVICE void multiply_add<Half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+FPX_DEVICE void multiply_add<BFloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Conversions without cuda_fp16.h, which would take longer to compile than this library.
+template <class T>
+FPX_DEVICE float to_float(uint32_t bits);
+template <>
+FPX_DEVICE float to_float<Half>(uint32_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(uint16_t(bits)));
+  return value;
+}
+template <>
+FPX_DEVICE float to_float<BFloat16>(uint32_t bits) {
+  return __uint_as_float(bits << 16);
+}
+
+// Two floats rounded to nearest, the first in the lower half of the word.
+template <class T>
+FPX_DEVICE uint32_t from_floats(float first, float second);
+template <>
+FPX_DEVICE uint32_t from_floats<Half>(float first, float second) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+template <>
+FPX_DEVICE uint32_t from_floats<BFloat16>(float first, float second) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+
+// A barrier among the first `threads` threads of the block only: the warp that copies must not be waited for.
+FPX_DEVICE void sync_threads(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+// 16 bytes from global to shared memory past the registers (sm_80); zeros where `valid` is false, reading nothing.
+FPX_DEVICE void copy_16_async(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Closes the group of copies that this thread has begun.
+FPX_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's groups are under way.
+template <int kPending>
+FPX_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// A barrier in shared memory that counts arrivals and bytes (sm_90).
+FPX_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes the initial state of barriers visible to the copy engine.
+FPX_DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+FPX_DEVICE void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and lets the phase wait for that many bytes of copies too.
+FPX_DEVICE void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Waits for the end of the barrier's phase of that parity; the hardware suspends the thread meanwhile.
+FPX_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+// One copy of any size by the copy engine, counted by a barrier (sm_90): no thread computes addresses piece by piece.
+FPX_DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// Cache policies for copy_bulk: weights pass through the L2 cache once, x is read by every block.
+FPX_DEVICE uint64_t policy_evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+FPX_DEVICE uint64_t policy_evict_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Orders ordinary writes to shared memory before later copies of the copy engine to the same place.
+FPX_DEVICE void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace fpx
