@@ -29,7 +29,7 @@ OLDEST = (8, 0)
 
 INSTALL = "pip install 'cuda-toolkit[nvcc,cudart,cccl]' brings one; FPQUANT_NVCC names one elsewhere"
 
-_lock = threading.Lock()
+_locks: dict[Path, threading.Lock] = {}
 
 
 class KernelUnavailable(FpquantError):
@@ -98,7 +98,7 @@ def build(name: str, folder: Path, arch: str, defines: dict[str, str]) -> Path:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     digest.update(" ".join(command(Path("nvcc"), [], arch, defines, Path())).encode())
     target = cache_dir() / "kernels" / f"{name}-sm_{arch}-{digest.hexdigest()[:16]}.so"
-    with _lock:
+    with _locks.setdefault(target, threading.Lock()):
         if not target.exists():
             with written_whole(target) as temporary:
                 _run(command(nvcc, sources, arch, defines, temporary))

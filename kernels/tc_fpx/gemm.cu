@@ -8,6 +8,7 @@
 #include <mutex>
 #include <type_traits>
 #include <unordered_map>
+#include <vector>
 
 #include "pipeline.cuh"
 
@@ -231,17 +232,74 @@ const Variant kVariants[] = {
 };
 constexpr int kVariantCount = sizeof kVariants / sizeof kVariants[0];
 
-// Counters that are zero between calls, a set for each stream, and for each stream of each graph: calls that may run at
-// the same time must not share them. Part of the module, so they are zero from the start and need no allocation.
+// Counters that are zero between calls, a set for each stream, and for each stream of each graph as long as the graph
+// lives: calls that may run at the same time must not share them. Part of the module, so they are zero from the start
+// and need no allocation.
 constexpr int kCounterSets = 1024, kCounters = 512;
 __device__ uint32_t counters[kCounterSets][kCounters];
+
+class CounterSets {
+ public:
+  // The set of a stream, or of a stream in the capture of that graph; -1 where all are taken.
+  int of(cudaStream_t stream, unsigned long long capture, cudaGraph_t graph) {
+    const uint64_t key = reinterpret_cast<uint64_t>(stream) * 0x9E3779B97F4A7C15u ^ capture * 0xC2B2AE3D27D4EB4Fu;
+    int set;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (auto found = sets_.find(key); found != sets_.end()) return found->second;
+      if (!free_.empty()) set = free_.back(), free_.pop_back();
+      else if (used_ < kCounterSets) set = used_++;
+      else return -1;
+      sets_.emplace(key, set);
+    }
+    if (capture) {  // the graph, and what is instantiated from it, give the set back when they go
+      auto* lease = new Lease{this, key};
+      cudaUserObject_t object;
+      if (cudaUserObjectCreate(&object, lease, &CounterSets::give_back, 1, cudaUserObjectNoDestructorSync))
+        delete lease;  // the set stays taken
+      else
+        cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+    }
+    return set;
+  }
+
+  int free() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return kCounterSets - used_ + int(free_.size());
+  }
+
+ private:
+  struct Lease {
+    CounterSets* sets;
+    uint64_t key;
+  };
+
+  static void give_back(void* pointer) {  // on a thread of the driver's: it must not wait for CUDA, so the lock is its own
+    auto* lease = static_cast<Lease*>(pointer);
+    CounterSets& sets = *lease->sets;
+    std::lock_guard<std::mutex> lock(sets.mutex_);
+    const auto found = sets.sets_.find(lease->key);
+    sets.free_.push_back(found->second);
+    sets.sets_.erase(found);
+    delete lease;
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, int> sets_;
+  std::vector<int> free_;
+  int used_ = 0;
+};
+
+struct Buffer {
+  void* memory = nullptr;
+  size_t bytes = 0;
+};
 
 struct DeviceState {
   int sms = 0, shared_bytes = 0;
   uint32_t* counters = nullptr;
-  std::unordered_map<uint64_t, int> sets;           // by stream, or by capture and stream
-  struct Buffer { void* memory; size_t bytes; };
-  std::unordered_map<uint64_t, Buffer> partials;    // by stream
+  CounterSets sets;
+  std::unordered_map<cudaStream_t, Buffer> partials;
 };
 
 std::mutex mutex;
@@ -273,7 +331,7 @@ int stages_that_fit(const DeviceState& s, const Variant& v, int blocks_per_sm) {
   const int bytes = blocks_per_sm == 1 ? s.shared_bytes : (s.shared_bytes + 1024) / blocks_per_sm - 1024;
   const int most = kBulk ? kMaxStages : 4;
   const int stages = (bytes - v.fixed_bytes) / v.stage_bytes;
-  return stages < most ? stages : most;
+  return bytes < v.fixed_bytes ? 0 : stages < most ? stages : most;
 }
 
 }  // namespace
@@ -292,6 +350,22 @@ void fpx_variant(int index, int* out) {
   const Variant& v = kVariants[index];
   const int values[] = {v.rows, v.stage_chunks * kChunk, v.batch, v.threads, v.fixed_bytes, v.stage_bytes};
   for (int i = 0; i < 6; ++i) out[i] = values[i];
+}
+
+// Pipeline stages that a variant has on the current device; with less than two it does not fit. Negative: an error.
+int fpx_stages(int index, int blocks_per_sm) {
+  DeviceState* state;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (cudaError_t error = state_of_device(&state)) return -int(error);
+  return stages_that_fit(*state, kVariants[index], blocks_per_sm);
+}
+
+// Sets of counters that no stream and no graph has on the current device.
+int fpx_free_counter_sets() {
+  DeviceState* state;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (cudaError_t error = state_of_device(&state)) return -int(error);
+  return state->sets.free();
 }
 
 // Bytes of partial results that a call of this variant with that many blocks may write.
@@ -328,30 +402,28 @@ int fpx_linear(int index, const void* packed, const void* x, const float* scale,
 
   cudaStreamCaptureStatus capturing;
   unsigned long long capture = 0;
-  if (cudaError_t error = cudaStreamGetCaptureInfo(stream, &capturing, &capture)) return error;
+  cudaGraph_t graph = nullptr;
+  if (cudaError_t error = cudaStreamGetCaptureInfo(stream, &capturing, &capture, &graph)) return error;
   if (capturing == cudaStreamCaptureStatusNone) capture = 0;
-  uint64_t key = reinterpret_cast<uint64_t>(stream) * 0x9E3779B97F4A7C15u ^ capture * 0xC2B2AE3D27D4EB4Fu;
-  auto set = state->sets.find(key);
-  if (set == state->sets.end() && state->sets.size() < kCounterSets)
-    set = state->sets.emplace(key, int(state->sets.size())).first;
-  const bool can_share = set != state->sets.end() && workers * p.batch_tiles <= kCounters;
+  const int set = workers * p.batch_tiles <= kCounters ? state->sets.of(stream, capture, graph) : -1;
+  const bool can_share = set >= 0;
   if (!can_share) {  // whole row tiles only
     for (workers = workers < row_tiles ? workers : row_tiles; row_tiles % workers; --workers) {
     }
   }
   p.split = {total, workers};
-  p.counters = can_share ? state->counters + set->second * kCounters : nullptr;
+  p.counters = can_share ? state->counters + set * kCounters : nullptr;
 
   const int blocks = workers * p.batch_tiles;
   const size_t bytes = fpx_partial_bytes(index, blocks);
   if (!partials && can_share) {
-    DeviceState::Buffer& buffer = state->partials[reinterpret_cast<uint64_t>(stream)];
+    Buffer& buffer = state->partials[stream];
     if (buffer.bytes < bytes) {
       // Another thread may be capturing a graph, which forbids allocation in the usual mode.
       cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
       cudaThreadExchangeStreamCaptureMode(&mode);
       if (buffer.memory) cudaFree(buffer.memory);
-      buffer = {nullptr, 0};
+      buffer = Buffer();
       const cudaError_t error = cudaMalloc(&buffer.memory, bytes);
       cudaThreadExchangeStreamCaptureMode(&mode);
       if (error) return error;

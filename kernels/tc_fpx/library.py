@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,16 @@ class Library:
         values = (ctypes.c_int * 6)()
         self._c.fpx_variant(index, values)
         return Variant(index, values[0], values[1], values[2])
+
+    def stages(self, variant: Variant, blocks_per_sm: int = 1) -> int:
+        """Pipeline stages of a variant on the current device; one that has less than two does not fit there."""
+        stages: int = self._c.fpx_stages(variant.index, blocks_per_sm)
+        self._check(max(0, -stages))
+        return stages
+
+    def free_counter_sets(self) -> int:
+        """How many more streams and graphs can have counters of their own on the current device."""
+        return self._c.fpx_free_counter_sets()
 
     def linear(
         self, x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int, plan: Plan
@@ -128,13 +140,24 @@ def load(format_name: str, dtype: torch.dtype, device: torch.device) -> Library:
     return Library(build(name, folder, arch, {"FPX_FORMAT": element, "FPX_TYPE": C_TYPES[dtype]}))
 
 
-def plan(library: Library, out_features: int, in_features: int, batch: int) -> Plan:
-    """The variant for a shape: the smallest batch tile that holds the batch, and more rows the larger the weight.
+def load_all(device: torch.device) -> dict[tuple[str, torch.dtype], Library]:
+    """Every kernel for a device, by format and type; those that are not in the cache are built side by side."""
+    keys = [(name, dtype) for name in KERNEL_FORMATS for dtype in C_TYPES]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(keys, pool.map(lambda key: load(*key, device), keys), strict=True))
 
-    Many rows a tile mean that x is read less often, few rows that fewer thread blocks share a result.
+
+@functools.lru_cache(4096)
+def plan(library: Library, out_features: int, in_features: int, batch: int) -> Plan:
+    """The variant for a shape on the current device.
+
+    The smallest batch tile that holds the batch, and more rows the larger the weight: many rows a tile mean that x is
+    read less often, few rows that fewer thread blocks share a result.
     """
     tile = next((n for n in (8, 16, 32, 64) if batch <= n), 64)
     weights = out_features * in_features
     rows = 256 if weights >= 1 << 26 else 128 if weights >= 1 << 22 else 64
-    fitting = [v for v in library.variants if v.batch == tile]
-    return Plan(min(fitting, key=lambda v: abs(v.rows - rows)))
+    fitting = [v for v in library.variants if library.stages(v) >= 2]
+    # A smaller tile where the shared memory of the device is too small for this one.
+    best = max(v.batch for v in fitting if v.batch <= tile)
+    return Plan(min((v for v in fitting if v.batch == best), key=lambda v: abs(v.rows - rows)))
