@@ -250,7 +250,7 @@ struct DeviceState {
 };
 
 std::mutex mutex;
-DeviceState devices[64];
+DeviceState* const devices = new DeviceState[64];  // never destroyed: graphs give their counters back even at exit
 
 // Properties of the current device, asked for once: asking is slow.
 cudaError_t state_of_device(DeviceState** state) {
