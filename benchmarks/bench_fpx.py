@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -87,17 +88,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for shape_name in args.shapes:
         shape = SHAPES[shape_name]
         x = torch.randn(max(args.batches), shape[1], dtype=dtype, device=DEVICE)
-        for kernel in [*(p for p in peers if p not in args.without), *args.formats]:
-            calls = peers[kernel](shape, dtype) if kernel in peers else fpx(kernel, shape)
-            for batch in args.batches:
-                row = {"shape": shape_name, "kernel": kernel, "batch": batch, "us": time_us(calls(x[:batch]))}
-                if kernel in KERNEL_FORMATS:
-                    size = packed_bytes(KERNEL_FORMATS[kernel], *shape)
-                    row |= {"GB/s": size / row["us"] / 1e3, "of_bandwidth": size / (row["us"] * 1e-6) / bandwidth}
-                    chosen = library.plan(kernels[kernel], *shape, batch)
-                    row["variant"] = [chosen.variant.rows, chosen.variant.stage_inputs, chosen.variant.batch]
-                rows.append(row)
-            del calls
+        calls = {
+            kernel: peers[kernel](shape, dtype) if kernel in peers else fpx(kernel, shape)
+            for kernel in [*(p for p in peers if p not in args.without), *args.formats]
+        }
+        # Batch after batch, lest a large one of one kernel heats the card before a small one of the next.
+        for batch, kernel in itertools.product(args.batches, calls):
+            row = {"shape": shape_name, "kernel": kernel, "batch": batch, "us": time_us(calls[kernel](x[:batch]))}
+            if kernel in KERNEL_FORMATS:
+                size = packed_bytes(KERNEL_FORMATS[kernel], *shape)
+                row |= {"GB/s": size / row["us"] / 1e3, "of_bandwidth": size / (row["us"] * 1e-6) / bandwidth}
+                chosen = library.plan(kernels[kernel], *shape, batch).variant
+                row["tile"] = [chosen.rows, chosen.stage_inputs, chosen.batch] if batch <= library.FUSED_BATCH else None
+            rows.append(row)
+        del calls
         print_shape(shape_name, rows, args.batches)
     times = {(r["shape"], r["kernel"], r["batch"]): r["us"] for r in rows}
     means = {}

@@ -1,20 +1,116 @@
-"""Times every variant of TC-FPx for some shapes and batches: what the choice in library.plan is made from.
+"""Times every tile of TC-FPx for some shapes and batches, beside a dense weight and cuBLAS, and makes library.TILES.
 
-python benchmarks/tune_fpx.py [--shapes 7b.o 70b.down] [--batches 1 8 16] [--format fp6_e3m2]
+    python benchmarks/tune_fpx.py [--shapes 7b.o 70b.down] [--batches 1 8 16] [--format fp6_e3m2]
+    python benchmarks/tune_fpx.py --table benchmarks/results/fpx-tune-h200.json
+
+The second prints the table. --define NAME=VALUE compiles the kernel with a macro, to compare two ways of doing a thing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from environment import write_results
 from gpu_timing import FACTS, SHAPES, copies_of, time_us
 
+from fpquant.kernels import ops
 from fpquant.kernels.tc_fpx import library
 from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS, packed_bytes
 
 DEVICE = torch.device("cuda", 0)
+
+
+CLEARLY = 1.03
+"""How much faster a tile must be to be chosen over the one that is best for all shapes together."""
+
+
+def table(times: list[dict[str, Any]]) -> list[tuple[int, int, tuple[int, ...], int]]:
+    """Rows of library.TILES: up to which batch and how many weights, the tile, and blocks a multiprocessor."""
+    found = {
+        (r["batch"], math.prod(SHAPES[r["shape"]]), tuple(r["tile"]), r["blocks"]): r["us"]
+        for r in times
+        if r["tile"] is not None
+    }
+    rows: list[tuple[int, int, tuple[int, ...], int]] = []
+    for batch in sorted({key[0] for key in found}):
+        sizes = sorted({key[1] for key in found if key[0] == batch})
+        by_size = {size: {key[2:]: us for key, us in found.items() if key[:2] == (batch, size)} for size in sizes}
+        everywhere = set.intersection(*(set(of_size) for of_size in by_size.values()))
+        common = min(everywhere, key=lambda t: math.prod(of_size[t] for of_size in by_size.values()))
+        chosen = []
+        for size in sizes:
+            best = min(by_size[size], key=by_size[size].__getitem__)
+            chosen.append(best if by_size[size][best] * CLEARLY < by_size[size][common] else common)
+        ends = [
+            round(math.sqrt(a * b)) for (a, b), (t, u) in zip(pairs(sizes), pairs(chosen), strict=True) if t != u
+        ] + [0]
+        tiles = [t for t, u in pairs(chosen) if t != u] + [chosen[-1]]
+        rules = [(end, *tile) for end, tile in zip(ends, tiles, strict=True)]
+        if [row[1:] for row in rows[-len(rules) :]] == rules and (
+            len(rows) == len(rules) or rows[-len(rules) - 1][0] != rows[-1][0]
+        ):
+            del rows[-len(rules) :]
+        rows += [(batch, *rule) for rule in rules]
+    return rows
+
+
+def pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+    return list(itertools.pairwise(items))
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    dtype, defines = getattr(torch, args.dtype), dict(d.split("=") for d in args.define)
+    kernel = library.load(args.format, dtype, DEVICE, tuple(defines.items()))
+    rows = []
+    for shape_name in args.shapes:
+        shape = SHAPES[shape_name]
+        size = packed_bytes(KERNEL_FORMATS[args.format], *shape)
+        weights = [
+            torch.randint(0, args.byte_values, (size,), dtype=torch.uint8, device=DEVICE)
+            for _ in range(copies_of(size))
+        ]
+        scale = torch.full((shape[0],), 0.01, device=DEVICE)
+        for batch in args.batches:
+            x = torch.randn(batch, shape[1], dtype=dtype, device=DEVICE)
+            row = {"shape": shape_name, "batch": batch}
+            found = []
+            for variant in kernel.variants:
+                # A tile of more than twice the batch, or that reads the weight more than 16 times, is no candidate.
+                if (variant.batch > max(8, 2 * batch)) or batch > 16 * variant.batch:
+                    continue
+                for blocks in (1, 2):
+                    if kernel.stages(variant, blocks) < 2:
+                        continue
+                    plan = library.Plan(variant, blocks)
+                    calls = [partial(kernel.linear, x, w, scale, None, shape[0], plan) for w in weights]
+                    tile = [variant.rows, variant.stage_inputs, variant.batch]
+                    found.append(row | {"us": time_us(calls, replays=5), "tile": tile, "blocks": blocks})
+            if batch >= args.dense_from:
+                by_dense = partial(ops.by_dense_weight, kernel, x)
+                calls = [partial(by_dense, w, scale, None, args.format, shape[0]) for w in weights]
+                found.append(row | {"us": time_us(calls, replays=5), "tile": None, "blocks": 0})
+            found.sort(key=lambda f: f["us"])
+            print(f"{shape_name:>12} batch {batch:5}:", end="")
+            for f in found[:5]:
+                name = "x".join(map(str, f["tile"])) + f"/{f['blocks']}" if f["tile"] else "dense"
+                print(f"  {f['us']:7.1f} {name}", end="")
+            print(flush=True)
+            rows += found
+        del weights
+    return {
+        "format": args.format,
+        "dtype": args.dtype,
+        "byte_values": args.byte_values,
+        "defines": defines,
+        "times": rows,
+    }
 
 
 def main() -> None:
@@ -25,41 +121,16 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--name", default="fpx-tuning", help="the results file's name")
     parser.add_argument("--json", help="write here, not to benchmarks/results")
+    parser.add_argument("--table", help="print the table of a results file instead of measuring", metavar="FILE")
+    parser.add_argument("--define", nargs="+", default=[], metavar="NAME=VALUE", help="macros for the kernel")
+    parser.add_argument("--dense-from", type=int, default=64, help="time the dense weight from this batch")
+    parser.add_argument("--byte-values", type=int, default=256, help="packed bytes are random below this")
     args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
-    kernel = library.load(args.format, dtype, DEVICE)
-    rows = []
-    for shape_name in args.shapes:
-        shape = SHAPES[shape_name]
-        size = packed_bytes(KERNEL_FORMATS[args.format], *shape)
-        weights = [torch.randint(0, 64, (size,), dtype=torch.uint8, device=DEVICE) for _ in range(copies_of(size))]
-        scale = torch.full((shape[0],), 0.01, device=DEVICE)
-        for batch in args.batches:
-            x = torch.randn(batch, shape[1], dtype=dtype, device=DEVICE)
-            found = []
-            for variant in kernel.variants:
-                # A tile of more than twice the batch, or that reads the weight more than 16 times, is no candidate.
-                if (variant.batch > max(8, 2 * batch)) or batch > 16 * variant.batch:
-                    continue
-                for blocks in (1, 2):
-                    if kernel.stages(variant, blocks) < 2:
-                        continue
-                    plan = library.Plan(variant, blocks)
-                    calls = [lambda w=w, p=plan: kernel.linear(x, w, scale, None, shape[0], p) for w in weights]  # noqa: B023
-                    found.append((time_us(calls, replays=5), variant, blocks))
-            found.sort(key=lambda f: f[0])
-            default = library.plan(kernel, *shape, batch).variant
-            print(f"{shape_name:>12} batch {batch:5}:", end="")
-            for us, v, blocks in found[:5]:
-                mark = "*" if v == default else ""
-                print(f"  {us:7.1f} {v.rows}x{v.stage_inputs}x{v.batch}/{blocks}{mark}", end="")
-            print(flush=True)
-            rows += [
-                {"shape": shape_name, "batch": batch, "us": us, "tile": [v.rows, v.stage_inputs, v.batch], "blocks": b}
-                for us, v, b in found
-            ]
-        del weights
-    print(write_results(args.name, {"format": args.format, "dtype": args.dtype, "times": rows}, args.json))
+    if args.table:
+        for row in table(json.loads(Path(args.table).read_text())["results"]["times"]):
+            print(f"    {row},")
+    else:
+        print(write_results(args.name, measure(args), args.json))
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def _linear_cuda(
     with torch.cuda.device(x.device):
         kernel = _kernel(format, x.dtype, x.device)
         if kernel is None or rows.shape[0] > tc_fpx.FUSED_BATCH:
-            y = _by_dense_weight(kernel, rows, packed, scale, bias, format, out_features)
+            y = by_dense_weight(kernel, rows, packed, scale, bias, format, out_features)
         elif rows.numel() == 0 or out_features == 0:
             y = x.new_zeros(rows.shape[0], out_features)
         else:
@@ -166,7 +166,7 @@ def _linear_cuda(
     return y.reshape(*x.shape[:-1], out_features)
 
 
-def _by_dense_weight(
+def by_dense_weight(
     kernel: tc_fpx.Library | None,
     x: Tensor,
     packed: Tensor,

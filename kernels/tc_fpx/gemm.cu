@@ -225,10 +225,10 @@ constexpr Variant variant() {
 }
 
 const Variant kVariants[] = {
-    variant<Tile<4, 1, 8, 1>>(), variant<Tile<4, 2, 4, 1>>(), variant<Tile<4, 4, 2, 1>>(),
+    variant<Tile<4, 1, 8, 1>>(), variant<Tile<4, 2, 4, 1>>(),
     variant<Tile<4, 1, 8, 2>>(), variant<Tile<4, 2, 4, 2>>(), variant<Tile<4, 4, 2, 2>>(),
     variant<Tile<4, 2, 4, 4>>(), variant<Tile<4, 4, 2, 4>>(),
-    variant<Tile<2, 4, 2, 8>>(), variant<Tile<2, 8, 1, 8>>(),
+    variant<Tile<2, 4, 2, 8>>(),
 };
 constexpr int kVariantCount = sizeof kVariants / sizeof kVariants[0];
 

@@ -19,8 +19,19 @@ from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS
 C_TYPES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 """The types of x and y, and what the sources call them."""
 
-FUSED_BATCH = 512
+FUSED_BATCH = 128
 """The largest batch that the fused kernel takes; above it a dense weight and cuBLAS win."""
+
+TILES: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
+    (8, 0, (64, 512, 8), 2),
+    (16, 0, (64, 512, 16), 1),
+    (32, 38896375, (64, 512, 16), 1),
+    (32, 0, (128, 256, 32), 1),
+    (256, 0, (128, 256, 32), 1),
+)
+"""Up to which batch and how many weights (0: any), which tile (rows, inputs of a stage, batch), and how many thread
+blocks a multiprocessor. The first row that fits counts, of larger batches the last. Printed by benchmarks/tune_fpx.py
+--table from benchmarks/results/fpx-tune-h200.json: other shapes are as the measured one that is nearest in size."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +138,12 @@ def _stream(tensor: Tensor) -> int:
 
 
 @functools.cache
-def load(format_name: str, dtype: torch.dtype, device: torch.device) -> Library:
+def load(
+    format_name: str, dtype: torch.dtype, device: torch.device, defines: tuple[tuple[str, str], ...] = ()
+) -> Library:
     """The kernel for a format and a type of x on a CUDA device; built if it is not in the cache.
 
+    defines: further macros, for experiments (benchmarks/tune_fpx.py).
     Raises KernelUnavailable where it cannot be had, FpquantError for a type that it does not take.
     """
     if dtype not in C_TYPES:
@@ -137,7 +151,7 @@ def load(format_name: str, dtype: torch.dtype, device: torch.device) -> Library:
     arch, folder = architecture(device), Path(__file__).parent
     element = KERNEL_FORMATS[format_name].name.split("_")[1].upper()
     name = f"tc_fpx-{element}-{C_TYPES[dtype]}".lower()
-    return Library(build(name, folder, arch, {"FPX_FORMAT": element, "FPX_TYPE": C_TYPES[dtype]}))
+    return Library(build(name, folder, arch, {"FPX_FORMAT": element, "FPX_TYPE": C_TYPES[dtype]} | dict(defines)))
 
 
 def load_all(device: torch.device) -> dict[tuple[str, torch.dtype], Library]:
@@ -149,15 +163,20 @@ def load_all(device: torch.device) -> dict[tuple[str, torch.dtype], Library]:
 
 @functools.lru_cache(4096)
 def plan(library: Library, out_features: int, in_features: int, batch: int) -> Plan:
-    """The variant for a shape on the current device.
-
-    The smallest batch tile that holds the batch, and more rows the larger the weight: many rows a tile mean that x is
-    read less often, few rows that fewer thread blocks share a result.
-    """
-    tile = next((n for n in (8, 16, 32, 64) if batch <= n), 64)
-    weights = out_features * in_features
-    rows = 256 if weights >= 1 << 26 else 128 if weights >= 1 << 22 else 64
+    """What TILES says of a shape, or the nearest tile that fits the current device's shared memory."""
+    (rows, inputs, tile), blocks = chosen_tile(out_features * in_features, batch)
     fitting = [v for v in library.variants if library.stages(v) >= 2]
-    # A smaller tile where the shared memory of the device is too small for this one.
-    best = max(v.batch for v in fitting if v.batch <= tile)
-    return Plan(min((v for v in fitting if v.batch == best), key=lambda v: abs(v.rows - rows)))
+    batches = {v.batch for v in fitting}
+    nearest = max((b for b in batches if b <= tile), default=min(batches))
+    best = min(
+        (v for v in fitting if v.batch == nearest), key=lambda v: (abs(v.rows - rows), abs(v.stage_inputs - inputs))
+    )
+    return Plan(best, blocks if library.stages(best, blocks) >= 2 else 1)
+
+
+def chosen_tile(weights: int, batch: int) -> tuple[tuple[int, int, int], int]:
+    """(tile, thread blocks a multiprocessor) by TILES for a weight of so many elements."""
+    for up_to, most_weights, tile, blocks in TILES:
+        if batch <= up_to and (not most_weights or weights <= most_weights):
+            return tile, blocks
+    return TILES[-1][2:]

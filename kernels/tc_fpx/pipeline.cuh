@@ -11,6 +11,12 @@ namespace fpx {
 
 constexpr int kMaxStages = 12;
 
+// The largest batch tile whose rows of x go through the copy engine. It takes its time for each copy, however short, so
+// many rows are copied by threads instead, 16 bytes each.
+#ifndef FPX_ENGINE_ROWS
+#define FPX_ENGINE_ROWS 8
+#endif
+
 // One call of the kernel. Rows of x and all pointers are aligned to 16 bytes, in_features is a multiple of 8.
 struct Problem {
   const uint8_t* packed;
@@ -67,11 +73,13 @@ struct Piece {
   }
 };
 
-// sm_90: one more warp than multiply feeds the copy engine. A stage is full when its bytes have arrived, and empty again
-// when every multiplying warp has arrived.
+// sm_90: more warps than multiply keep the stages filled. One feeds the copy engine with the weights and, of small batch
+// tiles, with the rows of x; of larger ones all of them copy x. A stage is full when the engine's bytes and the threads'
+// copies have arrived, and empty again when every multiplying warp has arrived.
 template <class F, class Tile>
 struct BulkPipeline {
-  static constexpr int kExtraThreads = kLanes;
+  static constexpr bool kEngineCopiesX = Tile::kBatch <= FPX_ENGINE_ROWS;
+  static constexpr int kExtraThreads = (kEngineCopiesX ? 1 : 4) * kLanes;
   static constexpr int kStrip = Tile::kStageChunks * F::kChunkBytes;
 
   uint32_t stages, barriers;  // shared addresses
@@ -80,7 +88,10 @@ struct BulkPipeline {
 
   FPX_DEVICE BulkPipeline(const Problem& p, uint32_t stages, uint32_t barriers) : stages(stages), barriers(barriers) {
     if (threadIdx.x == 0) {
-      for (int s = 0; s < p.stages; ++s) barrier_init(full(s), 1), barrier_init(empty(s), Tile::kWarps);
+      for (int s = 0; s < p.stages; ++s) {
+        barrier_init(full(s), kEngineCopiesX ? 1 : 1 + kExtraThreads);
+        barrier_init(empty(s), Tile::kWarps);
+      }
       barrier_init_fence();
     }
     __syncthreads();
@@ -89,30 +100,33 @@ struct BulkPipeline {
   FPX_DEVICE static bool is_copier() { return threadIdx.x >= Tile::kThreads; }
 
   FPX_DEVICE void copy_all(const Problem& p) {
-    const int lane = threadIdx.x % kLanes;
+    const int thread = threadIdx.x - Tile::kThreads;
     const uint64_t once = policy_evict_first(), often = policy_evict_last();
     for (Cursor at(p); at.more(); at.advance(p)) {
       const Piece<F, Tile> piece(p, at);
       const uint32_t weights = stages + stage * Tile::template stage_bytes<F>();
       const uint32_t x = weights + Tile::template weight_bytes<F>();
       barrier_wait(empty(stage), parity ^ 1);
-      const int whole = piece.chunks * kChunk * 2;
-      if (piece.row_bytes < whole) {  // the end of in_features: zeros, lest old bits meet the weights' zeros as NaN
-        for (int row = lane; row < piece.rows; row += kLanes)
-          for (int b = piece.row_bytes; b < whole; b += 16)
-            store_zeros_128(x + row * Tile::kPitch + b);
-        fence_for_copies();
+      if constexpr (kEngineCopiesX) zero_tail(piece, x, thread);
+      if (thread < kLanes) {
+        const int bytes = piece.chunks * F::kChunkBytes;
+        if (thread == 0)
+          barrier_arrive_expecting(full(stage),
+                                   piece.strips * bytes + (kEngineCopiesX ? piece.rows * piece.row_bytes : 0));
         __syncwarp();
+        if (thread < piece.strips)
+          copy_bulk(weights + thread * kStrip, piece.weights + thread * piece.strip_bytes, bytes, full(stage), once);
       }
-      const int bytes = piece.chunks * F::kChunkBytes;
-      if (lane == 0) barrier_arrive_expecting(full(stage), piece.strips * bytes + piece.rows * piece.row_bytes);
-      __syncwarp();
-      if (lane < piece.strips)
-        copy_bulk(weights + lane * kStrip, piece.weights + lane * piece.strip_bytes, bytes, full(stage), once);
-      for (int row = lane; row < piece.rows; row += kLanes)
-        copy_bulk(x + row * Tile::kPitch, piece.x + row * p.x_stride, piece.row_bytes, full(stage), often);
+      if constexpr (kEngineCopiesX) {
+        for (int row = thread; row < piece.rows; row += kLanes)
+          copy_bulk(x + row * Tile::kPitch, piece.x + row * p.x_stride, piece.row_bytes, full(stage), often);
+      } else {
+        copy_x(p, piece, x, thread);
+        barrier_arrive_after_copies(full(stage));
+      }
       next(p);
     }
+    if constexpr (!kEngineCopiesX) wait_for_copies<0>();
   }
 
   FPX_DEVICE uint32_t acquire(const Problem&) {
@@ -127,6 +141,32 @@ struct BulkPipeline {
   }
 
  private:
+  // The end of in_features: zeros, lest old bits meet the weights' zeros as NaN.
+  FPX_DEVICE static void zero_tail(const Piece<F, Tile>& piece, uint32_t x, int lane) {
+    const int whole = piece.chunks * kChunk * 2;
+    if (piece.row_bytes == whole) return;
+    for (int row = lane; row < piece.rows; row += kLanes)
+      for (int b = piece.row_bytes; b < whole; b += 16) store_zeros_128(x + row * Tile::kPitch + b);
+    fence_for_copies();
+    __syncwarp();
+  }
+
+  // The rows of x by threads, zeros past the end of in_features. A thread stays in one column of 16 bytes.
+  FPX_DEVICE static void copy_x(const Problem& p, const Piece<F, Tile>& piece, uint32_t x, int thread) {
+    constexpr int kColumns = Tile::kStageChunks * kChunk / 8, kStep = kExtraThreads / kColumns;
+    static_assert(kExtraThreads % kColumns == 0, "threads cover whole rows");
+    const int b = 16 * (thread % kColumns), first = thread / kColumns;
+    if (b >= piece.chunks * kChunk * 2) return;
+    const bool valid = b < piece.row_bytes;
+    const uint16_t* from = piece.x + first * p.x_stride + (valid ? b / 2 : 0);
+    const uint32_t to = x + first * Tile::kPitch + b;
+#pragma unroll
+    for (int row = 0; row < Tile::kBatch; row += kStep) {
+      if (first + row < piece.rows) copy_16_async(to + row * Tile::kPitch, from, valid);
+      from += kStep * p.x_stride;
+    }
+  }
+
   FPX_DEVICE uint32_t full(int s) const { return barriers + 8 * s; }
   FPX_DEVICE uint32_t empty(int s) const { return barriers + 8 * (kMaxStages + s); }
   FPX_DEVICE void next(const Problem& p) {

@@ -91,7 +91,7 @@ FPX_DEVICE uint32_t from_floats<BFloat16>(float first, float second) {
 // A barrier among the first `threads` threads of the block only: the warp that copies must not be waited for.
 FPX_DEVICE void sync_threads(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
-// 16 bytes from global to shared memory past the registers (sm_80); zeros where `valid` is false, reading nothing.
+// 16 bytes from global to shared memory past the registers; zeros where `valid` is false, reading nothing.
 FPX_DEVICE void copy_16_async(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
@@ -122,6 +122,11 @@ FPX_DEVICE void barrier_arrive(uint32_t barrier) {
 FPX_DEVICE void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
+}
+
+// Arrives once the copies that this thread has begun with copy_16_async have ended.
+FPX_DEVICE void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Waits for the end of the barrier's phase of that parity; the hardware suspends the thread meanwhile.

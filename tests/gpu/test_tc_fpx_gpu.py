@@ -260,6 +260,8 @@ def test_many_streams_and_graphs_at_once():
             assert all(torch.equal(y, wanted) for y in results[i] + captured[i]), i
 
 
+# torch begins with an empty graph on purpose and records its own warning of that, unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiles_whole(mode):
     weight = Weight(FP6, 512, 1024)
