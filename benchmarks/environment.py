@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -46,8 +47,15 @@ def write_results(name: str, results: Any, path: str | None = None) -> Path:
     script, *arguments = sys.argv
     command = ["python", os.path.relpath(script, ROOT), *(Path(a).name if "/" in a else a for a in arguments)]
     record = {"environment": environment(), "command": " ".join(command), "results": results}
-    target.write_text(json.dumps(record, indent=2) + "\n")
+    target.write_text(_compact(json.dumps(record, indent=2)) + "\n")
     return target
+
+
+def _compact(text: str) -> str:
+    """Indented JSON with every list and object that holds plain values on one line, lists inside such an object too."""
+    for innermost in (r"\[[^][{}]*\]", r"\{[^{}]*\}"):
+        text = re.sub(innermost, lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text)
+    return text
 
 
 def _commit() -> str:

@@ -180,6 +180,14 @@ def test_every_variant_of_every_format(name, dtype, kernels):
                     ) from None
 
 
+def test_the_table_names_tiles_that_there_are(kernels):
+    for kernel in kernels.values():
+        for batch, weights, tile, blocks in library.TILES:
+            plan = library.plan(kernel, 64, max(64, weights // 64), batch)
+            assert (plan.variant.rows, plan.variant.stage_inputs, plan.variant.batch) == tile
+            assert plan.blocks_per_sm == blocks
+
+
 def test_equal_inputs_give_equal_bits():
     weight = Weight(FP6, 4096, 4096)
     for batch in (1, 8, 16, 40, 130):

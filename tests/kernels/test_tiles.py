@@ -1,0 +1,50 @@
+"""Which tile a shape gets: the table in code is what the committed script makes of the committed measurements."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from fpquant.kernels.tc_fpx import library
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("tune_fpx").table
+
+
+def times(batch, shape, **of_tile):
+    tiles = {"small": [64, 512, 16], "large": [128, 256, 32]}
+    return [{"shape": shape, "batch": batch, "us": us, "tile": tiles[t], "blocks": 1} for t, us in of_tile.items()]
+
+
+def test_the_table_is_made_from_the_measurements(table):
+    measured = json.loads((BENCHMARKS / "results" / "fpx-tune-h200.json").read_text())
+    assert tuple(table(measured["results"]["times"])) == library.TILES
+
+
+def test_a_shape_gets_a_tile_of_its_own_only_where_that_is_clearly_faster(table):
+    small, large = ((64, 512, 16), 1), ((128, 256, 32), 1)
+    edge = round((4096 * 4096 * 8192 * 28672) ** 0.5)
+    both = times(16, "7b.o", small=10, large=10.2) + times(16, "70b.down", small=60, large=50)
+    assert table(both) == [(16, 0, *large)]
+    both = times(16, "7b.o", small=10, large=13) + times(16, "70b.down", small=60, large=50)
+    assert table(both) == [(16, edge, *small), (16, 0, *large)]
+    more = times(32, "7b.o", small=20, large=26) + times(32, "70b.down", small=60, large=50)
+    assert table(both + more) == [(32, edge, *small), (32, 0, *large)], "batches with the same choice are one"
+    dense = [{"shape": "7b.o", "batch": 16, "us": 1, "tile": None, "blocks": 0}]
+    assert table(both + dense) == table(both)
+
+
+@pytest.mark.parametrize("weights", [1, 192 * 576, 4096 * 4096, 57344 * 8192, 1 << 40])
+def test_every_shape_and_batch_has_a_tile(weights):
+    for batch in range(1, 300):
+        (_, _, tile_batch), blocks = library.chosen_tile(weights, batch)
+        assert blocks in (1, 2)
+        assert tile_batch >= min(batch, 16), "no weight is read twice for a batch that one small tile holds"
