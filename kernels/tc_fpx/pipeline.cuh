@@ -11,8 +11,8 @@ namespace fpx {
 
 constexpr int kMaxStages = 12;
 
-// The largest batch tile whose rows of x go through the copy engine. It takes its time for each copy, however short, so
-// many rows are copied by threads instead, 16 bytes each.
+// The largest batch tile whose rows of x go through the copy engine. A warp hands it one copy after the other, however
+// short, so many rows are copied by threads instead, 16 bytes each.
 #ifndef FPX_ENGINE_ROWS
 #define FPX_ENGINE_ROWS 8
 #endif
