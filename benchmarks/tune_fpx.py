@@ -61,6 +61,20 @@ def table(times: list[dict[str, Any]]) -> list[tuple[int, int, tuple[int, ...], 
     return rows
 
 
+def fused_batch(times: list[dict[str, Any]]) -> int:
+    """library.FUSED_BATCH: the largest batch up to which the best tile is, over all shapes, as fast as a dense one."""
+    up_to = 0
+    for batch in sorted({r["batch"] for r in times if r["tile"] is None}):
+        ratio = 1.0
+        for shape in {r["shape"] for r in times}:
+            here = [r for r in times if (r["shape"], r["batch"]) == (shape, batch)]
+            ratio *= min(r["us"] for r in here if r["tile"]) / min(r["us"] for r in here if not r["tile"])
+        if ratio > 1:
+            break
+        up_to = batch
+    return up_to
+
+
 def pairs(items: list[Any]) -> list[tuple[Any, Any]]:
     return list(itertools.pairwise(items))
 
@@ -127,8 +141,11 @@ def main() -> None:
     parser.add_argument("--byte-values", type=int, default=256, help="packed bytes are random below this")
     args = parser.parse_args()
     if args.table:
-        for row in table(json.loads(Path(args.table).read_text())["results"]["times"]):
+        times = json.loads(Path(args.table).read_text())["results"]["times"]
+        for row in table(times):
             print(f"    {row},")
+        if fused := fused_batch(times):
+            print(f"FUSED_BATCH = {fused}")
     else:
         print(write_results(args.name, measure(args), args.json))
 

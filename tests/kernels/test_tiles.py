@@ -14,9 +14,18 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def table(monkeypatch):
+def tune(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("tune_fpx").table
+    return importlib.import_module("tune_fpx")
+
+
+@pytest.fixture
+def table(tune):
+    return tune.table
+
+
+def dense(batch, shape, us):
+    return {"shape": shape, "batch": batch, "us": us, "tile": None, "blocks": 0}
 
 
 def times(batch, shape, **of_tile):
@@ -38,8 +47,16 @@ def test_a_shape_gets_a_tile_of_its_own_only_where_that_is_clearly_faster(table)
     assert table(both) == [(16, edge, *small), (16, 0, *large)]
     more = times(32, "7b.o", small=20, large=26) + times(32, "70b.down", small=60, large=50)
     assert table(both + more) == [(32, edge, *small), (32, 0, *large)], "batches with the same choice are one"
-    dense = [{"shape": "7b.o", "batch": 16, "us": 1, "tile": None, "blocks": 0}]
-    assert table(both + dense) == table(both)
+    assert table([*both, dense(16, "7b.o", 1)]) == table(both)
+
+
+def test_the_fused_kernel_is_used_as_long_as_it_is_faster_over_all_shapes(tune):
+    measured = []
+    for batch, us in ((64, 20), (128, 29), (256, 31), (512, 10)):
+        for shape in ("7b.o", "70b.down"):
+            measured += [*times(batch, shape, small=us, large=us + 1), dense(batch, shape, 30)]
+    assert tune.fused_batch(measured) == 128
+    assert tune.fused_batch(times(64, "7b.o", small=1)) == 0
 
 
 @pytest.mark.parametrize("weights", [1, 192 * 576, 4096 * 4096, 57344 * 8192, 1 << 40])
