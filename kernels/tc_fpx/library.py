@@ -19,15 +19,26 @@ from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS
 C_TYPES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 """The types of x and y, and what the sources call them."""
 
-FUSED_BATCH = 128
+FUSED_BATCH = 256
 """The largest batch that the fused kernel takes; above it a dense weight and cuBLAS win."""
 
 TILES: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (8, 0, (64, 512, 8), 2),
-    (16, 0, (64, 512, 16), 1),
+    (16, 38896375, (64, 512, 16), 1),
+    (16, 145536909, (128, 256, 16), 1),
+    (16, 332171930, (64, 512, 16), 1),
+    (16, 0, (128, 256, 16), 1),
     (32, 38896375, (64, 512, 16), 1),
     (32, 0, (128, 256, 32), 1),
-    (256, 0, (128, 256, 32), 1),
+    (64, 38896375, (128, 256, 32), 1),
+    (64, 332171930, (128, 128, 64), 1),
+    (64, 0, (128, 256, 32), 1),
+    (96, 0, (128, 256, 32), 1),
+    (128, 38896375, (128, 256, 32), 1),
+    (128, 0, (128, 128, 64), 1),
+    (192, 0, (128, 128, 64), 1),
+    (256, 38896375, (256, 128, 32), 1),
+    (256, 0, (128, 128, 64), 1),
 )
 """Up to which batch and how many weights (0: any), which tile (rows, inputs of a stage, batch), and how many thread
 blocks a multiprocessor. The first row that fits counts, of larger batches the last. Printed by benchmarks/tune_fpx.py
