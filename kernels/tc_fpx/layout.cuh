@@ -1,9 +1,10 @@
 // Where every bit of a prepacked weight lies. Stated once, here; README.md beside this has the picture.
 //
 // The weight [out, in] is cut into chunks of 64 inputs and strips of 64 outputs; a strip's chunk is four tiles of 16
-// outputs, and a tile is what one warp feeds to four m16n8k16 multiplications. Lane 4g+t of the warp owns, of rows g and
-// g+8, the inputs 16t .. 16t+15, as four groups of four: group j goes to multiplication j. So the inner dimension is
-// permuted inside 64, and the operand x of multiplication j is x[n][64 chunk + 16t + 4j .. +3]: eight consecutive bytes.
+// outputs, and a tile is what one warp feeds to four m16n8k16 multiplications, or a warp of four to wgmma's m64nNk16.
+// The inner dimension keeps its order, so x is read as it lies. Of the outputs, rows g and g+8 of a multiplication are
+// outputs 2g and 2g+1 of the tile: a lane's results are neighbours in y then. Lane 4g+t of the warp owns, of these two
+// outputs, four inputs of each multiplication j, those of its fragment: 16j + 2t, +1, +8 and +9.
 //
 // A lane's 32 codes of `bits` bits fill exactly `bits` words. The first four words form one plane of the tile, the other
 // bits-4 a second plane; in a plane the lanes' words lie side by side, so a warp reads each plane with one load of
@@ -28,8 +29,8 @@ constexpr int kStripTiles = 4;                        // tiles one above the oth
 constexpr int kStripRows = kStripTiles * kTileRows;   // 64
 constexpr int kChunk = 64;                            // inputs of a tile
 constexpr int kSteps = 4;                             // multiplications over a chunk, 16 inputs each
-constexpr int kLaneInputs = 16;                       // consecutive inputs that a lane owns in a row
-constexpr int kLaneWeights = 2 * kLaneInputs;         // in rows g and g + 8
+constexpr int kLaneInputs = 16;                       // that a lane owns of an output; a block of a stream
+constexpr int kLaneWeights = 2 * kLaneInputs;         // of its two outputs
 
 // A format of 1 + E + M bits, and where its codes lie in a lane's words.
 //
@@ -101,10 +102,10 @@ FPX_HD constexpr size_t packed_bytes(int out_features, int in_features) {
   return size_t(strips_of(out_features)) * chunks_of(in_features) * F::kChunkBytes;
 }
 
-// The rows, in its tile, that a lane owns: lane_row and lane_row + 8.
-FPX_HD constexpr int lane_row(int lane) { return lane / 4; }
-// The first of the 16 inputs, in its chunk, that a lane owns.
-FPX_HD constexpr int lane_input(int lane) { return kLaneInputs * (lane % 4); }
+// The output, in its tile, of a lane's weights of row g + 8*half of a multiplication.
+FPX_HD constexpr int lane_output(int lane, int half) { return 2 * (lane / 4) + half; }
+// The input, in its chunk, of weight i in group j.
+FPX_HD constexpr int lane_input(int lane, int j, int i) { return 16 * j + 2 * (lane % 4) + i % 2 + 8 * (i / 2); }
 
 FPX_HD uint32_t rotate_left(uint32_t x, int k) {
 #ifdef __CUDA_ARCH__
