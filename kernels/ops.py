@@ -17,6 +17,7 @@ from fpquant.formats import FloatFormat, decode
 from fpquant.kernels.build import KernelUnavailable
 from fpquant.kernels.tc_fpx import library as tc_fpx
 from fpquant.kernels.tc_fpx.layout import (
+    CHUNK,
     KERNEL_FORMATS,
     check_size,
     codes_of,
@@ -257,10 +258,10 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _for_copies(x: Tensor) -> Tensor:
-    """x [batch, in] as the kernel copies it: rows contiguous, aligned to 16 bytes, a multiple of 8 long (zeros)."""
-    if pad := -x.shape[1] % 8:
+    """x [batch, in] as the kernel copies it: rows contiguous, aligned to 16 bytes, a multiple of 64 long (zeros)."""
+    if pad := -x.shape[1] % CHUNK:
         return torch.nn.functional.pad(x, (0, pad))
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

@@ -53,15 +53,37 @@ class Variant:
     rows: int
     stage_inputs: int
     batch: int
+    wgmma: bool = False
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        return self.rows, self.stage_inputs, self.batch
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is run. max_workers: thread blocks along outputs and inputs, 0 for as many as fit."""
+    """How a call is run.
+
+    blocks_per_sm: thread blocks on a multiprocessor. sharers: blocks among which its shared memory is divided, 0 for
+    blocks_per_sm; more leave room for the next kernel's. max_workers, max_stages: limits, 0 for as many as fit. cluster:
+    blocks that share each row tile by way of their shared memory, 1 for a division of all tiles among all blocks.
+    dependent: start before the kernel before this one has ended; the packed weight must not be what that one writes.
+    """
 
     variant: Variant
     blocks_per_sm: int = 1
+    sharers: int = 0
     max_workers: int = 0
+    max_stages: int = 0
+    cluster: int = 1
+    dependent: bool = False
+
+
+class _CPlan(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in ("variant", "blocks_per_sm", "sharers", "max_workers", "max_stages", "cluster", "dependent")
+    ]
 
 
 class Library:
@@ -72,19 +94,20 @@ class Library:
         self._c.fpx_error.restype = ctypes.c_char_p
         self._c.fpx_partial_bytes.restype = ctypes.c_size_t
         pointer, integer, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-        self._c.fpx_linear.argtypes = [integer, *[pointer] * 6, wide, *[integer] * 5, pointer]
+        self._c.fpx_linear.argtypes = [pointer, *[pointer] * 6, wide, *[integer] * 3, pointer]
         self._c.fpx_prepack.argtypes = self._c.fpx_unprepack.argtypes = [pointer, pointer, integer, integer, pointer]
         self._c.fpx_dequantize.argtypes = [pointer, pointer, pointer, *[integer] * 4, pointer]
         self.variants = [self._variant(i) for i in range(self._c.fpx_variant_count())]
 
     def _variant(self, index: int) -> Variant:
-        values = (ctypes.c_int * 6)()
+        values = (ctypes.c_int * 7)()
         self._c.fpx_variant(index, values)
-        return Variant(index, values[0], values[1], values[2])
+        return Variant(index, values[0], values[1], values[2], bool(values[6]))
 
-    def stages(self, variant: Variant, blocks_per_sm: int = 1) -> int:
-        """Pipeline stages of a variant on the current device; one that has less than two does not fit there."""
-        stages: int = self._c.fpx_stages(variant.index, blocks_per_sm)
+    def stages(self, variant: Variant, sharers: int = 1) -> int:
+        """Pipeline stages of a variant on the current device where so many blocks share a multiprocessor's memory; one
+        that has less than two does not fit there."""
+        stages: int = self._c.fpx_stages(variant.index, sharers)
         self._check(max(0, -stages))
         return stages
 
@@ -95,7 +118,7 @@ class Library:
     def linear(
         self, x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int, plan: Plan
     ) -> Tensor:
-        """y [batch, out]. x: [batch, in], in a multiple of 8, each row contiguous and aligned to 16 bytes."""
+        """y [batch, out]. x: [batch, in], in a multiple of 64, each row contiguous and aligned to 16 bytes."""
         y = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
         scratch = None
         if torch.cuda.is_current_stream_capturing():  # memory of the graph's own, for as long as it lives
@@ -103,19 +126,17 @@ class Library:
             size = self._c.fpx_partial_bytes(plan.variant.index, max(blocks, -(-x.shape[0] // plan.variant.batch)))
             scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
         code = self._c.fpx_linear(
-            plan.variant.index,
+            ctypes.byref(_c_plan(plan)),
             packed.data_ptr(),
             x.data_ptr(),
             scale.data_ptr(),
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             None if scratch is None else scratch.data_ptr(),
-            x.stride(0),
+            x.stride(0) if x.shape[0] > 1 else x.shape[1],
             out_features,
             x.shape[1],
             x.shape[0],
-            plan.blocks_per_sm,
-            plan.max_workers,
             _stream(x),
         )
         self._check(code)
@@ -142,6 +163,13 @@ class Library:
     def _check(self, code: int) -> None:
         if code:
             raise RuntimeError(f"the kernel could not be launched: {self._c.fpx_error(code).decode()}")
+
+
+@functools.lru_cache(4096)
+def _c_plan(plan: Plan) -> _CPlan:
+    sharers = max(plan.sharers, plan.blocks_per_sm)
+    numbers = plan.max_workers, plan.max_stages, plan.cluster, plan.dependent
+    return _CPlan(plan.variant.index, plan.blocks_per_sm, sharers, *numbers)
 
 
 def _stream(tensor: Tensor) -> int:

@@ -1,190 +1,188 @@
 // Filling the stages in shared memory ahead of the multiplication: by the copy engine on sm_90, else by cp.async.
 //
-// Both pipelines walk the same units in the same order as the block that multiplies. A stage holds, of one unit, the
-// weights of the row tile's strips (each strip's chunks in one piece) and the rows of x (Tile::kPitch apart).
+// Both pipelines walk the same units in the same order as the threads that multiply. A stage (schedule.cuh) is always
+// whole: zeros where x or the weight's inner dimension ends. Strips past the end of the outputs are left as they were.
 #pragma once
 
 #include "ptx.cuh"
 #include "schedule.cuh"
 
-namespace fpx {
-
-constexpr int kMaxStages = 12;
-
-// The largest batch tile whose rows of x go through the copy engine. A warp hands it one copy after the other, however
-// short, so many rows are copied by threads instead, 16 bytes each.
-#ifndef FPX_ENGINE_ROWS
-#define FPX_ENGINE_ROWS 8
+#if FPX_ARCH >= 90
+#include <cuda.h>
 #endif
 
-// One call of the kernel. Rows of x and all pointers are aligned to 16 bytes, in_features is a multiple of 8.
+namespace fpx {
+
+constexpr int kMaxStages = 16;
+
+// One call of the kernel. All pointers are aligned to 16 bytes, in_features is a multiple of 64. Blocks: y is the batch
+// tile, x the worker or, with clusters, the row tile's number times the cluster's size and the block's rank in it.
 struct Problem {
+#if FPX_ARCH >= 90
+  CUtensorMap x_map;      // x as [chunks][batch][64], a box of it a stage's
+#endif
   const uint8_t* packed;
   const uint16_t* x;      // [batch, in_features], rows x_stride apart
   const float* scale;     // [out_features]
   const uint16_t* bias;   // [out_features] or null
   uint16_t* y;            // [batch, out_features]
-  float* partials;        // two results of a block for each block
+  float* partials;        // a result of a block for each block
   uint32_t* counters;     // one a block, zero between calls
   int64_t x_stride;
-  int out_features, in_features, batch;
+  int out_features, batch;
   int strips, chunks;
-  int units;              // of a row tile
-  int batch_tiles;
   int stages;
-  Split split;
+  bool dependent;         // weights may be read before the kernels before this one have ended
+  int cluster;            // blocks that share a row tile by their shared memory; 1: runs of `split` instead
+  int sent_offset;        // there, from a block's own sums to those of the others, after the stages
+  Divisor units;          // of a row tile
+  Split split;            // with clusters, of a row tile's units
 };
 
-// A block's place in its run of units.
-struct Cursor {
-  int unit, end;  // in the whole run
-  int tile, k;    // row tile, unit in the row tile
-  int worker, batch_tile;
+// The pieces of this block, in the order in which they are copied and multiplied.
+FPX_DEVICE Pieces pieces_of_block(const Problem& p) {
+  if (p.cluster == 1) return Pieces::of_run(p.split.begin(blockIdx.x), p.split.begin(blockIdx.x + 1), p.units);
+  const int rank = cluster_rank();
+  return Pieces::of_one({int(cluster_id()), p.split.begin(rank), p.split.begin(rank + 1), 0});
+}
 
-  FPX_DEVICE explicit Cursor(const Problem& p)
-      : worker(blockIdx.x / p.batch_tiles), batch_tile(blockIdx.x % p.batch_tiles) {
-    unit = p.split.begin(worker), end = p.split.begin(worker + 1);
-    tile = unit / p.units, k = unit % p.units;
-  }
-  FPX_DEVICE bool more() const { return unit < end; }
-  FPX_DEVICE void advance(const Problem& p) {
-    ++unit;
-    if (++k == p.units) k = 0, ++tile;
-  }
-};
-
-// What a unit has to copy, edges considered.
+// What a unit has to copy of the weights, edges considered.
 template <class F, class Tile>
-struct Piece {
-  int strips, chunks, rows, row_bytes;
-  const uint8_t* weights;  // of the first strip; the next is strip_bytes on
+struct Weights {
+  int strips, chunks;
+  const uint8_t* from;  // of the first strip; the next is strip_bytes on
   size_t strip_bytes;
-  const uint16_t* x;
 
-  FPX_DEVICE Piece(const Problem& p, const Cursor& at) {
-    const int strip = at.tile * Tile::kStrips, chunk = at.k * Tile::kStageChunks, row = at.batch_tile * Tile::kBatch;
+  FPX_DEVICE Weights(const Problem& p, const Piece& at) {
+    const int strip = at.row_tile * Tile::kStrips, chunk = at.k * Tile::kStageChunks;
     strips = min(Tile::kStrips, p.strips - strip);
     chunks = min(Tile::kStageChunks, p.chunks - chunk);
-    rows = min(Tile::kBatch, p.batch - row);
-    row_bytes = 2 * min(chunks * kChunk, p.in_features - chunk * kChunk);
-    weights = p.packed + tile_offset<F>(strip, chunk, 0, p.chunks);
+    from = p.packed + tile_offset<F>(strip, chunk, 0, p.chunks);
     strip_bytes = size_t(p.chunks) * F::kChunkBytes;
-    x = p.x + row * p.x_stride + chunk * kChunk;
   }
 };
 
-// sm_90: more warps than multiply keep the stages filled. One feeds the copy engine with the weights and, of small batch
-// tiles, with the rows of x; of larger ones all of them copy x. A stage is full when the engine's bytes and the threads'
-// copies have arrived, and empty again when every multiplying warp has arrived.
+// sm_90: one more warp than multiply feeds the copy engine. A stage is full when the engine's bytes have arrived, and
+// empty again when every multiplying warp has arrived.
 template <class F, class Tile>
 struct BulkPipeline {
-  static constexpr bool kEngineCopiesX = Tile::kBatch <= FPX_ENGINE_ROWS;
-  static constexpr int kExtraThreads = (kEngineCopiesX ? 1 : 4) * kLanes;
-  static constexpr int kStrip = Tile::kStageChunks * F::kChunkBytes;
+  static constexpr int kExtraThreads = Tile::kRegisters ? 4 * kLanes : kLanes;  // registers are given by warpgroups
 
   uint32_t stages, barriers;  // shared addresses
   int stage = 0;
   uint32_t parity = 0;
 
   FPX_DEVICE BulkPipeline(const Problem& p, uint32_t stages, uint32_t barriers) : stages(stages), barriers(barriers) {
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < p.stages; ++s) {
-        barrier_init(full(s), kEngineCopiesX ? 1 : 1 + kExtraThreads);
-        barrier_init(empty(s), Tile::kWarps);
-      }
+    const int lane = threadIdx.x - Tile::kThreads;
+    if (lane < 0) {
+      wait_for_threads(Tile::kThreads + kExtraThreads);
+      return;
+    }
+    if (lane < p.stages) {
+      barrier_init(full(lane), 1), barrier_init(empty(lane), Tile::kWarps);
       barrier_init_fence();
     }
-    __syncthreads();
+    __syncwarp();
+    tell_threads(Tile::kThreads + kExtraThreads);
   }
 
   FPX_DEVICE static bool is_copier() { return threadIdx.x >= Tile::kThreads; }
 
+  // Where weights do not depend on the kernel before this one, as many as there are stages for are under way before it
+  // ends. The next kernel may start when all of this one's are.
   FPX_DEVICE void copy_all(const Problem& p) {
-    const int thread = threadIdx.x - Tile::kThreads;
+#if FPX_ARCH >= 90
+    if (threadIdx.x >= Tile::kThreads + kLanes) return;
+    const int lane = threadIdx.x % kLanes;
     const uint64_t once = policy_evict_first(), often = policy_evict_last();
-    for (Cursor at(p); at.more(); at.advance(p)) {
-      const Piece<F, Tile> piece(p, at);
-      const uint32_t weights = stages + stage * Tile::template stage_bytes<F>();
-      const uint32_t x = weights + Tile::template weight_bytes<F>();
-      barrier_wait(empty(stage), parity ^ 1);
-      if constexpr (kEngineCopiesX) zero_tail(piece, x, thread);
-      if (thread < kLanes) {
-        const int bytes = piece.chunks * F::kChunkBytes;
-        if (thread == 0)
-          barrier_arrive_expecting(full(stage),
-                                   piece.strips * bytes + (kEngineCopiesX ? piece.rows * piece.row_bytes : 0));
-        __syncwarp();
-        if (thread < piece.strips)
-          copy_bulk(weights + thread * kStrip, piece.weights + thread * piece.strip_bytes, bytes, full(stage), once);
+    if (lane == 0) prefetch_map(&p.x_map);
+    int early = p.dependent ? p.stages : 0;  // stages to fill with weights alone
+    if (!p.dependent) wait_for_previous_kernels();
+    int ahead = 0;
+    Piece at;
+    for (Pieces pieces = pieces_of_block(p); pieces.next(at);)
+      for (; at.k < at.end; ++at.k, next(p), ++ahead) {
+        if (ahead == early && early > 0) copy_first_x(p, early, often), early = 0;
+        barrier_wait(empty(stage), parity ^ 1);
+        const Weights<F, Tile> weights(p, at);
+        const uint32_t to = address() + Tile::template weight_offset<F>(0, 0, 0);
+        if (weights.chunks < Tile::kStageChunks) zero_end(to, weights, lane);
+        if (lane == 0) {
+          const int bytes = weights.chunks * F::kChunkBytes;
+          barrier_arrive_expecting(full(stage), weights.strips * bytes + Tile::kXBytes);
+          if (early == 0) copy_x(p, at, often);
+          for (int strip = 0; strip < weights.strips; ++strip)
+            copy_bulk(to + strip * Tile::kStageChunks * F::kChunkBytes, weights.from + strip * weights.strip_bytes, bytes,
+                      full(stage), gridDim.y == 1 ? once : often);
+        }
       }
-      if constexpr (kEngineCopiesX) {
-        for (int row = thread; row < piece.rows; row += kLanes)
-          copy_bulk(x + row * Tile::kPitch, piece.x + row * p.x_stride, piece.row_bytes, full(stage), often);
-      } else {
-        copy_x(p, piece, x, thread);
-        barrier_arrive_after_copies(full(stage));
-      }
-      next(p);
-    }
-    if constexpr (!kEngineCopiesX) wait_for_copies<0>();
+    if (early > 0) copy_first_x(p, ahead, often);
+    let_next_kernel_start();
+#endif
   }
 
   FPX_DEVICE uint32_t acquire(const Problem&) {
     barrier_wait(full(stage), parity);
-    return stages + stage * Tile::template stage_bytes<F>();
+    return address();
   }
 
-  FPX_DEVICE void release(const Problem& p) {
+  // This warp will not read the stage any more that is `behind` stages before the acquired one.
+  FPX_DEVICE void release(const Problem& p, int behind = 0) {
+    int s = stage - behind;
+    if (s < 0) s += p.stages;
     __syncwarp();
-    if (threadIdx.x % kLanes == 0) barrier_arrive(empty(stage));
-    next(p);
+    if (threadIdx.x % kLanes == 0) barrier_arrive(empty(s));
   }
 
- private:
-  // The end of in_features: zeros, lest old bits meet the weights' zeros as NaN.
-  FPX_DEVICE static void zero_tail(const Piece<F, Tile>& piece, uint32_t x, int lane) {
-    const int whole = piece.chunks * kChunk * 2;
-    if (piece.row_bytes == whole) return;
-    for (int row = lane; row < piece.rows; row += kLanes)
-      for (int b = piece.row_bytes; b < whole; b += 16) store_zeros_128(x + row * Tile::kPitch + b);
-    fence_for_copies();
-    __syncwarp();
-  }
-
-  // The rows of x by threads, zeros past the end of in_features. A thread stays in one column of 16 bytes.
-  FPX_DEVICE static void copy_x(const Problem& p, const Piece<F, Tile>& piece, uint32_t x, int thread) {
-    constexpr int kColumns = Tile::kStageChunks * kChunk / 8, kStep = kExtraThreads / kColumns;
-    static_assert(kExtraThreads % kColumns == 0, "threads cover whole rows");
-    const int b = 16 * (thread % kColumns), first = thread / kColumns;
-    if (b >= piece.chunks * kChunk * 2) return;
-    const bool valid = b < piece.row_bytes;
-    const uint16_t* from = piece.x + first * p.x_stride + (valid ? b / 2 : 0);
-    const uint32_t to = x + first * Tile::kPitch + b;
-#pragma unroll
-    for (int row = 0; row < Tile::kBatch; row += kStep) {
-      if (first + row < piece.rows) copy_16_async(to + row * Tile::kPitch, from, valid);
-      from += kStep * p.x_stride;
-    }
-  }
-
-  FPX_DEVICE uint32_t full(int s) const { return barriers + 8 * s; }
-  FPX_DEVICE uint32_t empty(int s) const { return barriers + 8 * (kMaxStages + s); }
   FPX_DEVICE void next(const Problem& p) {
     if (++stage == p.stages) stage = 0, parity ^= 1;
   }
+
+ private:
+  FPX_DEVICE uint32_t address() const { return stages + stage * Tile::template bytes<F>(); }
+  FPX_DEVICE uint32_t full(int s) const { return barriers + 8 * s; }
+  FPX_DEVICE uint32_t empty(int s) const { return barriers + 8 * (kMaxStages + s); }
+
+#if FPX_ARCH >= 90
+  FPX_DEVICE void copy_x(const Problem& p, const Piece& at, uint64_t policy) {
+    copy_box(address(), &p.x_map, blockIdx.y * Tile::kBatch, at.k * Tile::kStageChunks, full(stage), policy);
+  }
+
+  // x of the first `count` stages, once the kernels before this one have ended.
+  FPX_DEVICE void copy_first_x(const Problem& p, int count, uint64_t policy) {
+    wait_for_previous_kernels();
+    if (threadIdx.x % kLanes != 0) return;
+    BulkPipeline first = *this;
+    first.stage = 0;
+    Piece at;
+    for (Pieces pieces = pieces_of_block(p); count > 0 && pieces.next(at);)
+      for (; at.k < at.end && count > 0; ++at.k, ++first.stage, --count) first.copy_x(p, at, policy);
+  }
+
+  // The end of the inner dimension. By ordinary stores, which the fence orders before the engine's later copies.
+  FPX_DEVICE static void zero_end(uint32_t to, const Weights<F, Tile>& weights, int lane) {
+    for (int strip = 0; strip < weights.strips; ++strip)
+      for (int b = weights.chunks * F::kChunkBytes + 16 * lane; b < Tile::kStageChunks * F::kChunkBytes; b += 16 * kLanes)
+        store_zeros_128(to + strip * Tile::kStageChunks * F::kChunkBytes + b);
+    fence_for_copies();
+    __syncwarp();
+  }
+#endif
 };
 
 // sm_80: the threads that multiply also copy, stages - 1 units ahead.
 template <class F, class Tile>
 struct AsyncPipeline {
   static constexpr int kExtraThreads = 0;
-  static constexpr int kStrip = Tile::kStageChunks * F::kChunkBytes;
 
   uint32_t stages;  // shared address
-  Cursor ahead;
+  Pieces pieces;
+  Piece ahead;
+  bool more;
   int stage = 0, stage_ahead = 0;
 
-  FPX_DEVICE AsyncPipeline(const Problem& p, uint32_t stages, uint32_t) : stages(stages), ahead(p) {
+  FPX_DEVICE AsyncPipeline(const Problem& p, uint32_t stages, uint32_t) : stages(stages), pieces(pieces_of_block(p)) {
+    more = pieces.next(ahead);
     for (int s = 0; s < p.stages - 1; ++s) copy(p);
   }
 
@@ -193,35 +191,47 @@ struct AsyncPipeline {
 
   FPX_DEVICE uint32_t acquire(const Problem& p) {
     // The group counts of wait_group are constants; a group is closed for every unit, even past the last.
+    if (p.stages == 1) {
+      __syncthreads();
+      copy(p);
+      wait_for_copies<0>();
+      __syncthreads();
+      return stages;
+    }
     if (p.stages == 2) wait_for_copies<0>();
     else if (p.stages == 3) wait_for_copies<1>();
     else wait_for_copies<2>();
     __syncthreads();  // all have copied this stage, and read the one that is filled next
     copy(p);
-    return stages + stage * Tile::template stage_bytes<F>();
+    return stages + stage * Tile::template bytes<F>();
   }
 
-  FPX_DEVICE void release(const Problem& p) {
+  FPX_DEVICE void release(const Problem&, int = 0) {}
+
+  FPX_DEVICE void next(const Problem& p) {
     if (++stage == p.stages) stage = 0;
   }
 
  private:
   FPX_DEVICE void copy(const Problem& p) {
-    if (ahead.more()) {
-      const Piece<F, Tile> piece(p, ahead);
-      const uint32_t weights = stages + stage_ahead * Tile::template stage_bytes<F>();
-      const uint32_t x = weights + Tile::template weight_bytes<F>();
-      const int bytes = piece.chunks * F::kChunkBytes;
-      for (int strip = 0; strip < piece.strips; ++strip)
-        for (int b = 16 * threadIdx.x; b < bytes; b += 16 * Tile::kThreads)
-          copy_16_async(weights + strip * kStrip + b, piece.weights + strip * piece.strip_bytes + b, true);
-      const int pieces = piece.chunks * (kChunk / 8);
-      for (int i = threadIdx.x; i < piece.rows * pieces; i += Tile::kThreads) {
-        const int row = i / pieces, b = 16 * (i % pieces);
-        const bool valid = b < piece.row_bytes;
-        copy_16_async(x + row * Tile::kPitch + b, piece.x + row * p.x_stride + (valid ? b / 2 : 0), valid);
+    if (more) {
+      const Weights<F, Tile> weights(p, ahead);
+      const uint32_t to = stages + stage_ahead * Tile::template bytes<F>();
+      constexpr int kStripBytes = Tile::kStageChunks * F::kChunkBytes;
+      for (int strip = 0; strip < weights.strips; ++strip)
+        for (int b = 16 * threadIdx.x; b < kStripBytes; b += 16 * Tile::kThreads) {
+          const bool valid = b < weights.chunks * F::kChunkBytes;
+          copy_16_async(to + Tile::template weight_offset<F>(strip, 0, 0) + b,
+                        weights.from + strip * weights.strip_bytes + (valid ? b : 0), valid);
+        }
+      const int row0 = blockIdx.y * Tile::kBatch, chunk0 = ahead.k * Tile::kStageChunks;
+      for (int i = threadIdx.x; i < Tile::kBatch * Tile::kStageChunks * 8; i += Tile::kThreads) {
+        const int piece = i % 8, chunk = i / 8 % Tile::kStageChunks, row = i / (8 * Tile::kStageChunks);
+        const bool valid = row0 + row < p.batch && chunk0 + chunk < p.chunks;
+        copy_16_async(to + Tile::x_offset(chunk, row, piece),
+                      p.x + (valid ? (row0 + row) * p.x_stride + (chunk0 + chunk) * kChunk + 8 * piece : 0), valid);
       }
-      ahead.advance(p);
+      if (++ahead.k == ahead.end) more = pieces.next(ahead);
     }
     commit_copies();
     if (++stage_ahead == p.stages) stage_ahead = 0;

@@ -39,6 +39,15 @@ FPX_DEVICE void store_zeros_128(uint32_t to) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(to), "r"(0) : "memory");
 }
 
+// Four 8x8 matrices of 16-bit numbers, each lane naming one row of one: the x operands of two multiplications.
+FPX_DEVICE uint4 load_matrices(uint32_t from) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from));
+  return v;
+}
+
 // The Tensor Core: c[16x8] += a[16x16] b[16x8]. A pure function of registers (not volatile), so that the compiler may
 // interleave it with the decoding of the next operand.
 template <class T>
@@ -90,6 +99,10 @@ FPX_DEVICE uint32_t from_floats<BFloat16>(float first, float second) {
 
 // A barrier among the first `threads` threads of the block only: the warp that copies must not be waited for.
 FPX_DEVICE void sync_threads(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+// Another barrier, of all threads of the block, which some wait for and some only tell.
+FPX_DEVICE void wait_for_threads(int threads) { asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory"); }
+FPX_DEVICE void tell_threads(int threads) { asm volatile("bar.arrive 2, %0;" ::"r"(threads) : "memory"); }
 
 // 16 bytes from global to shared memory past the registers; zeros where `valid` is false, reading nothing.
 FPX_DEVICE void copy_16_async(uint32_t to, const void* from, bool valid) {
@@ -149,7 +162,17 @@ FPX_DEVICE void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_
       : "memory");
 }
 
-// Cache policies for copy_bulk: weights pass through the L2 cache once, x is read by every block.
+// A box of a tensor map, its corner at (input, row, chunk); zeros where it reaches out of the tensor.
+FPX_DEVICE void copy_box(uint32_t to, const void* map, int row, int chunk, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(0), "r"(row), "r"(chunk), "r"(barrier), "l"(policy)
+      : "memory");
+}
+FPX_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// Cache policies of copies: weights that one block reads pass through the L2 cache once, x is read by every block.
 FPX_DEVICE uint64_t policy_evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -163,5 +186,117 @@ FPX_DEVICE uint64_t policy_evict_last() {
 
 // Orders ordinary writes to shared memory before later copies of the copy engine to the same place.
 FPX_DEVICE void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Programmatic dependent launch (sm_90): waits until the kernels before this one have ended and their writes are seen;
+// lets the next kernel's blocks start where there is room. Both do nothing in a kernel that was launched the usual way.
+FPX_DEVICE void wait_for_previous_kernels() {
+#if FPX_ARCH >= 90
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+FPX_DEVICE void let_next_kernel_start() {
+#if FPX_ARCH >= 90
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Registers a thread of this warpgroup from here on: fewer, or more once others have given theirs (sm_90a).
+template <int kCount>
+FPX_DEVICE void keep_registers() {
+#if FPX_ARCH == 90
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+FPX_DEVICE void take_registers() {
+#if FPX_ARCH == 90
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
+// Loads that are begun where they stand, long before they are used.
+FPX_DEVICE float load_early(const float* from) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+FPX_DEVICE uint16_t load_early(const uint16_t* from) {
+  uint16_t v;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(from));
+  return v;
+}
+
+// Counting across blocks: adds one after all writes that this thread has seen; waits for a count and resets it.
+FPX_DEVICE void count_one(uint32_t* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+FPX_DEVICE void wait_for_count(uint32_t* counter, uint32_t count) {
+  uint32_t now;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  while (now != count);
+  *counter = 0;
+}
+
+FPX_DEVICE float4 load_float4(uint32_t from) {
+  const uint4 v = load_128(from);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
+// Thread block clusters (sm_90): this block's cluster and its rank there; a barrier of all threads of the cluster in two
+// halves.
+FPX_DEVICE uint32_t cluster_id() {
+  uint32_t id = 0;
+#if FPX_ARCH >= 90
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+#endif
+  return id;
+}
+FPX_DEVICE uint32_t cluster_rank() {
+  uint32_t rank = 0;
+#if FPX_ARCH >= 90
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+FPX_DEVICE void cluster_arrive() {
+#if FPX_ARCH >= 90
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+FPX_DEVICE void cluster_wait() {
+#if FPX_ARCH >= 90
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Writing to another block's shared memory, telling its barrier, and waiting for what others have written to this one's.
+FPX_DEVICE void store_at_block(uint32_t to, int rank, float4 v) {
+#if FPX_ARCH >= 90
+  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.v4.f32 [there], {%2,%3,%4,%5};}"
+               ::"r"(to), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+#endif
+}
+FPX_DEVICE void barrier_arrive_at_block(uint32_t barrier, int rank) {
+#if FPX_ARCH >= 90
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+#endif
+}
+FPX_DEVICE void barrier_wait_for_cluster(uint32_t barrier, uint32_t parity) {
+#if FPX_ARCH >= 90
+  uint32_t done;
+  do {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+#endif
+}
 
 }  // namespace fpx

@@ -1,10 +1,11 @@
 // Who computes what: tiles of the output, stages of the inner dimension, and their division among thread blocks.
 //
-// The output is cut into row tiles (of Tile::kRows outputs, whole strips) and batch tiles. A row tile's inner dimension
-// is cut into units of Tile::kStageChunks chunks, which is what one pipeline stage holds. All units, row tile after row
-// tile, are dealt to the workers in equal consecutive runs, whatever the shape ("stream-K"), so every multiprocessor
-// streams the same number of bytes. A row tile that several workers share is summed from their partial results in the
-// order of the workers: the split depends on the shape alone, so equal inputs give equal bits.
+// The output is cut into row tiles (of whole strips) and batch tiles. A row tile's inner dimension is cut into units of
+// kStageChunks chunks, which is what one pipeline stage holds. All units, row tile after row tile, are dealt to the
+// workers in equal consecutive runs, whatever the shape ("stream-K"), so every multiprocessor streams the same number of
+// bytes. A row tile that several workers share is summed from their partial results in the order of the workers: the
+// split depends on the shape alone, so equal inputs give equal bits. A worker does the tiles that it shares first, so
+// that they are summed while it multiplies the tiles that are its own.
 //
 // A worker is one thread block a batch tile; the blocks of a worker read the same weights at about the same time, which
 // reach them from the L2 cache.
@@ -14,71 +15,125 @@
 
 namespace fpx {
 
-// A block's tile: kRowWarps x kStageChunks warps, each of kMTiles x kNTiles multiplications of 16 outputs x 8 batch rows.
-// Warps side by side along the inner dimension take one chunk of a stage each and are summed at the end.
+// What a pipeline stage holds: x, chunk after chunk, each [kBatch][64] in rows of 128 bytes whose 16-byte pieces are
+// swizzled as tensor maps and wgmma do it (piece c of row r lies at c ^ r % 8: eight rows' pieces fall into different
+// banks); then the weights, strip after strip, each kStageChunks chunks as they lie in memory.
+template <int kStrips_, int kStageChunks_, int kBatch_>
+struct Stage {
+  static constexpr int kStrips = kStrips_, kStageChunks = kStageChunks_, kBatch = kBatch_;
+  static constexpr int kRows = kStrips * kStripRows;
+  static constexpr int kXRowBytes = kChunk * 2;
+  static constexpr int kXChunkBytes = kBatch * kXRowBytes;
+  static constexpr int kXBytes = kStageChunks * kXChunkBytes;
+  static_assert(kXChunkBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
+
+  template <class F>
+  static constexpr int bytes() {
+    return (kXBytes + kStrips * kStageChunks * F::kChunkBytes + 1023) / 1024 * 1024;
+  }
+  template <class F>
+  FPX_HD static constexpr int weight_offset(int strip, int chunk, int tile) {
+    return kXBytes + (strip * kStageChunks + chunk) * F::kChunkBytes + tile * F::kTileBytes;
+  }
+  FPX_HD static constexpr int x_offset(int chunk, int row, int piece) {
+    return chunk * kXChunkBytes + row * kXRowBytes + (piece ^ row % 8) * 16;
+  }
+};
+
+// A block's tile by mma.sync: kRowWarps x kStageChunks warps, each of kMTiles x kNTiles multiplications of 16 outputs x 8
+// batch rows. Warps side by side along the inner dimension take one chunk of a stage each and are summed at the end.
 template <int kMTiles_, int kRowWarps_, int kStageChunks_, int kNTiles_>
-struct Tile {
-  static constexpr int kMTiles = kMTiles_, kRowWarps = kRowWarps_, kStageChunks = kStageChunks_, kNTiles = kNTiles_;
-  static constexpr int kWarps = kRowWarps * kStageChunks;
+struct MmaTile : Stage<kMTiles_ * kRowWarps_ / kStripTiles, kStageChunks_, 8 * kNTiles_> {
+  static constexpr bool kWgmma = false;
+  static constexpr int kLeastStages = 1, kRegisters = 0, kCopierRegisters = 0;
+  static constexpr int kMTiles = kMTiles_, kRowWarps = kRowWarps_, kNTiles = kNTiles_;
+  static constexpr int kWarps = kRowWarps * kStageChunks_;
   static constexpr int kThreads = kWarps * kLanes;  // that multiply
-  static constexpr int kWarpRows = kMTiles * kTileRows;
-  static constexpr int kRows = kRowWarps * kWarpRows;
-  static constexpr int kStrips = kRows / kStripRows;
-  static constexpr int kBatch = 8 * kNTiles;
-  static_assert(kRows % kStripRows == 0 && kStripTiles % kMTiles == 0, "a tile is whole strips, a warp in one strip");
+  static_assert(kMTiles * kRowWarps % kStripTiles == 0 && kStripTiles % kMTiles == 0, "a warp in one strip");
 
-  // A row of x in a stage: its inputs and 16 bytes more, so that the rows' 128-bit pieces fall into different banks.
-  static constexpr int kPitch = kStageChunks * kChunk * 2 + 16;
-  static constexpr int kXBytes = kBatch * kPitch;
   // A row of results, while warps are summed: 4 floats more, so that a fragment's rows fall into different banks.
-  static constexpr int kSumPitch = kRows + 4;
-  static constexpr int kSumBytes = kStageChunks * kBatch * kSumPitch * 4;
+  static constexpr int kSumPitch = MmaTile::kRows + 4;
+  static constexpr int kSumBytes = kStageChunks_ * MmaTile::kBatch * kSumPitch * 4;
 
-  template <class F>
-  static constexpr int weight_bytes() {
-    return kStrips * kStageChunks * F::kChunkBytes;
-  }
-  template <class F>
-  static constexpr int stage_bytes() {
-    return (weight_bytes<F>() + kXBytes + 127) / 128 * 128;
-  }
+  FPX_HD static constexpr int chunk(int warp) { return warp % kStageChunks_; }  // in its stage
+  FPX_HD static constexpr int first_tile(int warp) { return warp / kStageChunks_ * kMTiles; }  // in its row tile
+};
 
-  FPX_HD static constexpr int row_warp(int warp) { return warp / kStageChunks; }
-  FPX_HD static constexpr int chunk(int warp) { return warp % kStageChunks; }  // in its stage
-  FPX_HD static constexpr int strip(int warp) { return row_warp(warp) * kWarpRows / kStripRows; }  // in its row tile
+// A block's tile by wgmma: kGroups groups of four warps, each of kMTiles multiplications of a strip x all batch rows,
+// kTogether of which, 16 inputs each, are begun in a row.
+template <int kGroups_, int kMTiles_, int kStageChunks_, int kBatch_, int kTogether_ = 1>
+struct WgmmaTile : Stage<kGroups_ * kMTiles_, kStageChunks_, kBatch_> {
+  static constexpr bool kWgmma = true;
+  static constexpr int kTogether = kTogether_, kParts = kStageChunks_ * kMTiles_ * kSteps / kTogether;  // of a stage
+  // A stage is given back after the first two parts of the next, the one after that acquired before the last part.
+  static constexpr int kLeastStages = kParts == 2 ? 3 : 2;
+  static_assert(kSteps % kTogether == 0 && kParts % 2 == 0, "two sets of registers alternate");
+  static constexpr int kMTiles = kMTiles_, kWarps = 4 * kGroups_, kThreads = kWarps * kLanes, kSumBytes = 0;
+  // Registers of a thread that multiplies, where its sums are many: more than its share, which the copier's threads give.
+  static constexpr bool kGives = kMTiles * kBatch_ / 2 >= (kGroups_ > 2 ? 32 : 64);
+  static constexpr int kRegisters = !kGives ? 0 : kGroups_ == 2 ? 224 : kGroups_ == 3 ? 152 : 104;
+  static constexpr int kCopierRegisters = kGroups_ == 4 ? 64 : 56;  // together no more than all had at the launch
+};
 
-  // Byte offset of a warp's first tile in the stage's weights; its other tiles follow.
-  template <class F>
-  FPX_HD static constexpr int weight_offset(int warp) {
-    const int first_tile = row_warp(warp) * kMTiles % kStripTiles;
-    return (strip(warp) * kStageChunks + chunk(warp)) * F::kChunkBytes + first_tile * F::kTileBytes;
-  }
+// Division by a number that the host knows, without the tens of instructions that a division takes on the device.
+struct Divisor {
+  int by;
+  uint32_t inverse;  // 2^32 / by, rounded up
 
-  // Byte offset, in the stage's x, of a lane's inputs for multiplications 2*half and 2*half+1 of n-tile n: the words
-  // there are the x operands b0, b1 of the one and b0, b1 of the other.
-  FPX_HD static constexpr int x_offset(int warp, int lane, int n, int half) {
-    return (8 * n + lane / 4) * kPitch + chunk(warp) * kChunk * 2 + lane_input(lane) * 2 + 16 * half;
-  }
+  Divisor() = default;
+  explicit Divisor(int by) : by(by), inverse(uint32_t((1ull << 32) / unsigned(by) + 1)) {}
 
-  // Where accumulator i of a lane for multiplication (m, n) belongs: its output in the row tile and its batch row.
-  FPX_HD static constexpr int result_row(int warp, int lane, int m, int i) {
-    return row_warp(warp) * kWarpRows + m * kTileRows + lane_row(lane) + 8 * (i / 2);
+  FPX_HD int quotient(int n) const {  // 0 <= n
+    if (by == 1) return n;
+    const int high = int(uint64_t(uint32_t(n)) * inverse >> 32);  // the quotient or one more
+    return high * int64_t(by) > n ? high - 1 : high;
   }
-  FPX_HD static constexpr int result_batch(int lane, int n, int i) { return 8 * n + 2 * (lane % 4) + i % 2; }
 };
 
 // `total` units in `workers` consecutive runs whose lengths differ by at most one. 1 <= workers <= total.
 struct Split {
-  int total, workers;
+  int total, longer;    // the first `longer` runs are one unit longer
+  Divisor length, length_of_longer;
 
-  FPX_HD int begin(int worker) const {
-    const int rest = total % workers;
-    return worker * (total / workers) + (worker < rest ? worker : rest);
-  }
+  Split() = default;
+  Split(int total, int workers)
+      : total(total), longer(total % workers), length(total / workers), length_of_longer(total / workers + 1) {}
+
+  FPX_HD int begin(int worker) const { return worker * length.by + (worker < longer ? worker : longer); }
 
   FPX_HD int owner(int unit) const {
-    const int length = total / workers, longer = total % workers * (length + 1);
-    return unit < longer ? unit / (length + 1) : total % workers + (unit - longer) / length;
+    const int rest = unit - longer * length_of_longer.by;
+    return rest < 0 ? length_of_longer.quotient(unit) : longer + length.quotient(rest);
+  }
+};
+
+// A part of a row tile: its units begin .. end, and the unit at which a walk of it is.
+struct Piece {
+  int row_tile, begin, end, k;
+};
+
+// A run of units as pieces of one row tile each: first the end of a tile that the worker before has begun, then the
+// beginning of one that the next worker ends, then whole tiles.
+struct Pieces {
+  Piece head, tail;
+  int tile, tile_end, units;
+
+  // Units from .. to, `units` a row tile.
+  FPX_HD static Pieces of_run(int from, int to, Divisor units) {
+    const int first = units.quotient(from + units.by - 1), last = units.quotient(to), tile = first - 1;
+    const int head = from - tile * units.by, tail = last < first ? 0 : to - last * units.by;
+    const int head_end = last < first ? to - tile * units.by : units.by;
+    return {{tile, head, head_end, 0}, {last, 0, tail, 0}, first, last, units.by};
+  }
+  FPX_HD static Pieces of_one(Piece piece) { return {piece, {}, 0, 0, 0}; }
+
+  FPX_HD bool next(Piece& piece) {
+    if (head.begin < head.end) piece = head, head.end = 0;
+    else if (tail.begin < tail.end) piece = tail, tail.end = 0;
+    else if (tile < tile_end) piece = {tile++, 0, units, 0};
+    else return false;
+    piece.k = piece.begin;
+    return true;
   }
 };
 
