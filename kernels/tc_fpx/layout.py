@@ -71,9 +71,9 @@ def codes_of(packed: Tensor, fmt: FloatFormat, out_features: int, in_features: i
 def pack_layout(codes: Tensor, fmt: FloatFormat) -> Tensor:
     """uint8 codes [rows, columns], multiples of 64 -> uint8 [rows * columns * bits / 8]."""
     rows, columns = codes.shape
-    # Row: strip, tile, upper or lower half (g or g + 8), g. Column: chunk, t, group j, weight i.
-    split = codes.reshape(rows // STRIP_ROWS, 4, 2, 8, columns // CHUNK, 4, 4, 4)
-    lanes = split.permute(0, 4, 1, 3, 5, 2, 6, 7).int()  # strip, chunk, tile, g, t, half, j, i
+    # Row: strip, tile, g, half (row g or g + 8). Column: chunk, group j, weight i / 2, t, i % 2.
+    split = codes.reshape(rows // STRIP_ROWS, 4, 8, 2, columns // CHUNK, 4, 2, 4, 2)
+    lanes = split.permute(0, 4, 1, 2, 7, 3, 5, 6, 8).flatten(7).int()  # strip, chunk, tile, g, t, half, j, i
     words = torch.zeros(*lanes.shape[:5], fmt.bits, dtype=torch.int32, device=codes.device)
     for half, j, i, bit in _places(fmt):
         word, at = bit_of(fmt, half, j, i, bit)
@@ -92,7 +92,8 @@ def unpack_layout(packed: Tensor, fmt: FloatFormat, rows: int, columns: int) -> 
     for half, j, i, bit in _places(fmt):
         word, at = bit_of(fmt, half, j, i, bit)
         lanes[..., half, j, i] |= ((words[..., word] >> at) & 1) << bit
-    return lanes.permute(0, 2, 5, 3, 1, 4, 6, 7).reshape(rows, columns).to(torch.uint8)
+    split = lanes.unflatten(7, (2, 2)).permute(0, 2, 3, 5, 1, 6, 7, 4, 8)  # as in pack_layout
+    return split.reshape(rows, columns).to(torch.uint8)
 
 
 def bit_of(fmt: FloatFormat, half: int, j: int, i: int, bit: int) -> tuple[int, int]:

@@ -2,10 +2,12 @@
 // its exact inverse (unprepack), and packed to a dense matrix of FPX_TYPE (dequantize) for batches so large that a dense
 // multiplication wins. Compiled with gemm.cu.
 //
-// A warp handles a run of chunks of one tile, a lane its 32 weights of each: two whole blocks of the stream. The four
-// lanes of a row read four blocks that lie side by side, and the run brings the rest of each sector soon after.
+// A warp handles a run of chunks of one tile. The four lanes of two outputs move, of each, four blocks of the stream
+// that lie side by side, and the run brings the rest of each sector soon after. A dense row they write in pieces of 16
+// bytes, 64 side by side: whole sectors. The layout gives each lane a quarter of each piece, so they exchange words.
 #include <type_traits>
 
+#include "exchange.cuh"
 #include "ptx.cuh"
 
 namespace fpx {
@@ -17,7 +19,8 @@ using T = FPX_TYPE;
 constexpr bool kConvert = FPX_ARCH >= 89;
 constexpr int kRun = 4;                          // chunks of a warp
 constexpr int kWarps = 8;                        // of a block
-constexpr int kBlockBytes = 2 * F::kBits;        // of a block of 16 codes in the stream
+constexpr int kBlock = 16;                       // codes of a block of the stream
+constexpr int kBlockBytes = kBlock * F::kBits / 8;
 
 // A warp's run: one tile of a strip, chunks begin .. end.
 struct Run {
@@ -74,16 +77,32 @@ FPX_DEVICE void store_words(uint8_t* tile, int lane, const uint32_t (&words)[F::
 FPX_DEVICE void load_words(const uint8_t* tile, int lane, uint32_t (&words)[F::kWords]) {
   const uint4 first = *reinterpret_cast<const uint4*>(tile + word_offset(F::kBits, lane, 0));
   words[0] = first.x, words[1] = first.y, words[2] = first.z, words[3] = first.w;
-  const uint32_t* second = reinterpret_cast<const uint32_t*>(tile + word_offset(F::kBits, lane, 4));
+  const uint8_t* second = tile + word_offset(F::kBits, lane, 4);
+  if constexpr (F::kWords == 5) {
+    words[4] = *reinterpret_cast<const uint32_t*>(second);
+  } else if constexpr (F::kWords == 6) {
+    const uint2 two = *reinterpret_cast<const uint2*>(second);
+    words[4] = two.x, words[5] = two.y;
+  } else {
+    const uint4 four = *reinterpret_cast<const uint4*>(second);
+    words[4] = four.x, words[5] = four.y, words[6] = four.z, words[7] = four.w;
+  }
+}
+
+// Word n of lane t of each four lanes becomes word t of lane n. All lanes of the warp must take part.
+FPX_DEVICE void exchange(uint32_t (&v)[4], int lane) {
 #pragma unroll
-  for (int w = 4; w < F::kWords; ++w) words[w] = second[w - 4];
+  for (int k = 1; k <= 2; ++k)
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      if (!(n & k)) accept(v, lane, k, n, __shfl_xor_sync(0xFFFFFFFF, offered(v, lane, k, n), k));
 }
 
 // Both directions: kInverse reads packed and writes the stream.
 template <bool kInverse>
 __global__ void __launch_bounds__(kWarps* kLanes)
     repack(uint8_t* stream, uint8_t* packed, int out_features, int in_features) {
-  const int chunks = chunks_of(in_features), blocks = (in_features + kLaneInputs - 1) / kLaneInputs;
+  const int chunks = chunks_of(in_features), blocks = (in_features + kBlock - 1) / kBlock;
   const int lane = threadIdx.x % kLanes;
   const Run run(0, chunks);
   if (run.strip >= strips_of(out_features)) return;
@@ -96,18 +115,24 @@ __global__ void __launch_bounds__(kWarps* kLanes)
     if constexpr (kInverse) load_words(at, lane, words);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = run.strip * kStripRows + run.tile * kTileRows + lane_row(lane) + 8 * half;
-      const int block = (chunk * kChunk + lane_input(lane)) / kLaneInputs;
+      const int row = run.strip * kStripRows + run.tile * kTileRows + lane_output(lane, half);
+      const int block = chunk * kSteps + lane % 4;  // lane t moves block t, that of multiplication t
       const bool inside = row < out_features && block < blocks;
       uint8_t* place = stream + (size_t(row) * blocks + block) * kBlockBytes;
-      uint32_t codes[4] = {};
-      if (!kInverse && inside) load_block(place, codes);
+      uint32_t codes[4] = {}, groups[4];
+      if constexpr (kInverse) {
 #pragma unroll
-      for (int n = 0; n < kLaneInputs; ++n) {
-        if constexpr (kInverse) code_to_block<F>(codes, n, get_code<F>(words, half, n / 4, n % 4));
-        else put_code<F>(words, half, n / 4, n % 4, code_of_block<F>(codes, n));
+        for (int j = 0; j < kSteps; ++j) groups[j] = get_group<F>(words, half, j);
+        exchange(groups, lane);
+        join_block<F>(groups, codes);
+        if (inside) store_block(place, codes);
+      } else {
+        if (inside) load_block(place, codes);
+        split_block<F>(codes, groups);
+        exchange(groups, lane);
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) put_group<F>(words, half, j, groups[j]);
       }
-      if (kInverse && inside) store_block(place, codes);
     }
     if constexpr (!kInverse) store_words(at, lane, words);
   }
@@ -120,39 +145,41 @@ __global__ void __launch_bounds__(kWarps* kLanes)
   const int chunks = chunks_of(in_features), lane = threadIdx.x % kLanes;
   const Run run(first_strip, chunks);
   if (run.strip >= end_strip) return;
+  int row[2];
+  float factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    row[half] = run.strip * kStripRows + run.tile * kTileRows + lane_output(lane, half);
+    factor[half] = row[half] < out_features ? scale[row[half]] * float(1 << Decoder<F, T, kConvert>::kExponent) : 0;
+  }
   for (int chunk = run.begin; chunk < run.end; ++chunk) {
     uint32_t words[F::kWords], a[kSteps][4];
     load_words(packed + tile_offset<F>(run.strip, chunk, run.tile, chunks), lane, words);
     decode_step<F, T, kConvert, 0>(words, a[0]), decode_step<F, T, kConvert, 1>(words, a[1]);
     decode_step<F, T, kConvert, 2>(words, a[2]), decode_step<F, T, kConvert, 3>(words, a[3]);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = run.strip * kStripRows + run.tile * kTileRows + lane_row(lane) + 8 * half;
-      const int column = chunk * kChunk + lane_input(lane);
-      if (row >= out_features || column >= in_features) continue;
-      const float factor = scale[row] * float(1 << Decoder<F, T, kConvert>::kExponent);
-      uint32_t pairs[8];
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int j = 0; j < kSteps; ++j)
+      for (int part = 0; part < 2; ++part) {
+        uint32_t pairs[4];
+        operand_pairs(a, half, part, pairs);
 #pragma unroll
-        for (int second = 0; second < 2; ++second) {
-          const uint32_t pair = a[j][half + 2 * second];
-          pairs[2 * j + second] =
-              from_floats<T>(to_float<T>(pair & 0xFFFF) * factor, to_float<T>(pair >> 16) * factor);
+        for (int n = 0; n < 4; ++n) {
+          const float first = to_float<T>(pairs[n] & 0xFFFF), second = to_float<T>(pairs[n] >> 16);
+          pairs[n] = from_floats<T>(first * factor[half], second * factor[half]);
         }
-      uint16_t* to = dense + size_t(row - first_strip * kStripRows) * in_features + column;
-      if (in_features % 8 == 0) {
+        exchange(pairs, lane);
+        const int column = chunk * kChunk + piece_input(lane, part);
+        if (row[half] >= out_features || column >= in_features) continue;
+        uint16_t* to = dense + size_t(row[half] - first_strip * kStripRows) * in_features + column;
+        if (in_features % 8 == 0) {
+          *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        } else {
 #pragma unroll
-        for (int b = 0; b < 2; ++b)
-          if (column + 8 * b < in_features)
-            reinterpret_cast<uint4*>(to)[b] =
-                make_uint4(pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2], pairs[4 * b + 3]);
-      } else {
-#pragma unroll
-        for (int n = 0; n < kLaneInputs; ++n)
-          if (column + n < in_features) to[n] = uint16_t(pairs[n / 2] >> (16 * (n % 2)));
+          for (int n = 0; n < 8; ++n)
+            if (column + n < in_features) to[n] = uint16_t(pairs[n / 2] >> (16 * (n % 2)));
+        }
       }
-    }
   }
 }
 

@@ -1,10 +1,13 @@
-// The kernel's own layout, decode and schedule, compiled for the host and called from test_tc_fpx.py through ctypes.
+// The kernel's own layout, decode, exchange and schedule, compiled for the host and called from test_tc_fpx.py through
+// ctypes.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "decode.cuh"
+#include "exchange.cuh"
 #include "schedule.cuh"
 
 using namespace fpx;
@@ -65,121 +68,184 @@ void decode_codes(double* out) {
 }
 
 template <class F>
-void prepack(const uint8_t* stream, uint8_t* packed, int out_features, int in_features, bool inverse) {
-  const int blocks = divide_up(in_features, kLaneInputs), chunks = chunks_of(in_features), bytes = 2 * F::kBits;
+void store(uint8_t* tile, int lane, const uint32_t (&words)[F::kWords]) {
+  for (int w = 0; w < F::kWords; ++w) std::memcpy(tile + word_offset(F::kBits, lane, w), &words[w], 4);
+}
+
+// Calls body(strip, chunk, tile, offset of the tile in the packed weight).
+template <class F, class Body>
+void each_tile(int out_features, int in_features, Body body) {
+  const int chunks = chunks_of(in_features);
   for (int strip = 0; strip < strips_of(out_features); ++strip)
     for (int chunk = 0; chunk < chunks; ++chunk)
       for (int tile = 0; tile < kStripTiles; ++tile)
-        for (int lane = 0; lane < kLanes; ++lane) {
-          uint8_t* at = packed + tile_offset<F>(strip, chunk, tile, chunks);
-          uint32_t words[F::kWords] = {};
-          if (inverse) load<F>(at, lane, words);
-          for (int row = 0; row < 2; ++row) {
-            const int r = strip * kStripRows + tile * kTileRows + lane_row(lane) + 8 * row;
-            const int b = (chunk * kChunk + lane_input(lane)) / kLaneInputs;
-            if (r >= out_features || b >= blocks) continue;
-            uint8_t* source = const_cast<uint8_t*>(stream) + (size_t(r) * blocks + b) * bytes;
-            uint32_t block[4] = {};
-            if (!inverse) std::memcpy(block, source, bytes);
-            for (int n = 0; n < kLaneInputs; ++n)
-              if (inverse) code_to_block<F>(block, n, get_code<F>(words, row, n / 4, n % 4));
-              else put_code<F>(words, row, n / 4, n % 4, code_of_block<F>(block, n));
-            if (inverse) std::memcpy(source, block, bytes);
-          }
-          for (int w = 0; !inverse && w < F::kWords; ++w) std::memcpy(at + word_offset(F::kBits, lane, w), &words[w], 4);
-        }
+        body(strip, chunk, tile, tile_offset<F>(strip, chunk, tile, chunks));
 }
 
-// y [batch, out] = x [batch, in] W^T by the kernel's own walk: workers, units, stages, warps, lanes and fragments, and
-// the sum of what the workers of a tile found. Returns 0, or 1 where a result was written twice or not at all.
-template <class F, class T, bool kConvert, class Tile>
-int walk(const uint8_t* packed, const double* x, double* y, int out_features, int in_features, int batch, int workers) {
-  const int strips = strips_of(out_features), chunks = chunks_of(in_features);
-  const int row_tiles = divide_up(strips, Tile::kStrips), units = divide_up(chunks, Tile::kStageChunks);
+// The definition: every code by itself, from its place in the stream to its place in a lane's words, or back.
+template <class F>
+void prepack(uint8_t* stream, uint8_t* packed, int out_features, int in_features, bool inverse) {
+  const int blocks = divide_up(in_features, 16), bytes = 2 * F::kBits;
+  if (inverse) std::memset(stream, 0, size_t(out_features) * blocks * bytes);
+  each_tile<F>(out_features, in_features, [&](int strip, int chunk, int tile, size_t offset) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      uint32_t words[F::kWords] = {};
+      if (inverse) load<F>(packed + offset, lane, words);
+      for (int n = 0; n < kLaneWeights; ++n) {
+        const int half = n / 16, j = n / 4 % 4, i = n % 4;
+        const int row = strip * kStripRows + tile * kTileRows + lane_output(lane, half);
+        const int column = chunk * kChunk + lane_input(lane, j, i);
+        if (row >= out_features || column / 16 >= blocks) continue;
+        uint8_t* place = stream + (size_t(row) * blocks + column / 16) * bytes;
+        uint32_t block[4] = {};
+        std::memcpy(block, place, bytes);
+        if (inverse) code_to_block<F>(block, column % 16, get_code<F>(words, half, j, i));
+        else put_code<F>(words, half, j, i, code_of_block<F>(block, column % 16));
+        if (inverse) std::memcpy(place, block, bytes);
+      }
+      if (!inverse) store<F>(packed + offset, lane, words);
+    }
+  });
+}
+
+// The four words that each lane of a warp exchanges.
+struct Warp {
+  uint32_t v[kLanes][4];
+
+  void exchange() {
+    for (int k = 1; k <= 2; ++k)
+      for (int n = 0; n < 4; ++n) {
+        if (n & k) continue;
+        uint32_t word[kLanes];  // that a lane offers
+        for (int lane = 0; lane < kLanes; ++lane) word[lane] = offered(v[lane], lane, k, n);
+        for (int lane = 0; lane < kLanes; ++lane) accept(v[lane], lane, k, n, word[lane ^ k]);
+      }
+  }
+};
+
+// The same by the way that prepack.cu goes: a block a lane, and the exchange.
+template <class F>
+void prepack_by_exchange(uint8_t* stream, uint8_t* packed, int out_features, int in_features, bool inverse) {
+  const int blocks = divide_up(in_features, 16), bytes = 2 * F::kBits;
+  each_tile<F>(out_features, in_features, [&](int strip, int chunk, int tile, size_t offset) {
+    uint32_t words[kLanes][F::kWords] = {};
+    for (int lane = 0; inverse && lane < kLanes; ++lane) load<F>(packed + offset, lane, words[lane]);
+    for (int half = 0; half < 2; ++half) {
+      Warp warp;
+      const auto move = [&](int lane, uint32_t (&block)[4]) {
+        const int row = strip * kStripRows + tile * kTileRows + lane_output(lane, half), b = chunk * kSteps + lane % 4;
+        if (row >= out_features || b >= blocks) return;
+        uint8_t* place = stream + (size_t(row) * blocks + b) * bytes;
+        if (inverse) std::memcpy(place, block, bytes);
+        else std::memcpy(block, place, bytes);
+      };
+      for (int lane = 0; lane < kLanes; ++lane) {
+        uint32_t block[4] = {};
+        if (!inverse) move(lane, block), split_block<F>(block, warp.v[lane]);
+        for (int j = 0; inverse && j < kSteps; ++j) warp.v[lane][j] = get_group<F>(words[lane], half, j);
+      }
+      warp.exchange();
+      for (int lane = 0; lane < kLanes; ++lane) {
+        uint32_t block[4];
+        if (inverse) join_block<F>(warp.v[lane], block), move(lane, block);
+        for (int j = 0; !inverse && j < kSteps; ++j) put_group<F>(words[lane], half, j, warp.v[lane][j]);
+      }
+    }
+    for (int lane = 0; !inverse && lane < kLanes; ++lane) store<F>(packed + offset, lane, words[lane]);
+  });
+}
+
+// dense [out, in] = the weight without scales, by the way that dequantize in prepack.cu goes.
+template <class F, class T, bool kConvert>
+void dequantize(const uint8_t* packed, double* dense, int out_features, int in_features) {
+  each_tile<F>(out_features, in_features, [&](int strip, int chunk, int tile, size_t offset) {
+    for (int half = 0; half < 2; ++half)
+      for (int part = 0; part < 2; ++part) {
+        Warp warp;
+        for (int lane = 0; lane < kLanes; ++lane) {
+          uint32_t words[F::kWords], a[kSteps][4];
+          load<F>(packed + offset, lane, words);
+          for (int step = 0; step < kSteps; ++step) operand<F, T, kConvert>(words, step, a[step]);
+          operand_pairs(a, half, part, warp.v[lane]);
+        }
+        warp.exchange();
+        for (int lane = 0; lane < kLanes; ++lane)
+          for (int n = 0; n < 8; ++n) {
+            const int row = strip * kStripRows + tile * kTileRows + lane_output(lane, half);
+            const int column = chunk * kChunk + piece_input(lane, part) + n;
+            if (row < out_features && column < in_features)
+              dense[size_t(row) * in_features + column] =
+                  std::ldexp(value<T>(warp.v[lane][n / 2] >> (16 * (n % 2))), Decoder<F, T, kConvert>::kExponent);
+          }
+      }
+  });
+}
+
+// y [batch, out] = x [batch, in] W^T by a walk of the kernel's division of work: workers, their units (`stage_chunks`
+// chunks of a row tile of `strips` strips), and the multiplications of each tile from fragments, summed over workers.
+// Returns 0, or 1 where a unit belongs to no worker, to two, or to another than Split says.
+template <class F, class T, bool kConvert>
+int walk(const uint8_t* packed, const double* x, double* y, int out_features, int in_features, int batch, int workers,
+         int strips, int stage_chunks) {
+  const int all_strips = strips_of(out_features), chunks = chunks_of(in_features);
+  const int row_tiles = divide_up(all_strips, strips), units = divide_up(chunks, stage_chunks);
   const Split split{row_tiles * units, workers};
   std::vector<int> covered(row_tiles * units);
-  std::vector<uint8_t> stage(Tile::template weight_bytes<F>());
-  std::vector<double> xs(Tile::kBatch * Tile::kPitch / 2);
   std::fill(y, y + size_t(batch) * out_features, 0.0);
-  for (int block = 0; block < divide_up(batch, Tile::kBatch); ++block)
-    for (int worker = 0; worker < workers; ++worker)
-      for (int unit = split.begin(worker); unit < split.begin(worker + 1); ++unit) {
-        if (split.owner(unit) != worker) return 1;
-        if (block == 0) ++covered[unit];
-        const int tile = unit / units, chunk0 = unit % units * Tile::kStageChunks;
-        for (int s = 0; s < Tile::kStrips && tile * Tile::kStrips + s < strips; ++s)
-          for (int c = 0; c < Tile::kStageChunks && chunk0 + c < chunks; ++c)
-            std::memcpy(stage.data() + (s * Tile::kStageChunks + c) * F::kChunkBytes,
-                        packed + tile_offset<F>(tile * Tile::kStrips + s, chunk0 + c, 0, chunks), F::kChunkBytes);
-        std::fill(xs.begin(), xs.end(), 0.0);
-        for (int n = 0; n < Tile::kBatch && block * Tile::kBatch + n < batch; ++n)
-          for (int k = 0; k < Tile::kStageChunks * kChunk && chunk0 * kChunk + k < in_features; ++k)
-            xs[n * Tile::kPitch / 2 + k] = x[size_t(block * Tile::kBatch + n) * in_features + chunk0 * kChunk + k];
-        for (int warp = 0; warp < Tile::kWarps; ++warp) {
-          if (chunk0 + Tile::chunk(warp) >= chunks || tile * Tile::kStrips + Tile::strip(warp) >= strips) continue;
-          for (int m = 0; m < Tile::kMTiles; ++m)
+  for (int worker = 0; worker < workers; ++worker)
+    for (int unit = split.begin(worker); unit < split.begin(worker + 1); ++unit) {
+      if (unit < 0 || unit >= split.total || split.owner(unit) != worker) return 1;
+      ++covered[unit];
+      const int first_strip = unit / units * strips, first_chunk = unit % units * stage_chunks;
+      for (int strip = first_strip; strip < std::min(first_strip + strips, all_strips); ++strip)
+        for (int chunk = first_chunk; chunk < std::min(first_chunk + stage_chunks, chunks); ++chunk)
+          for (int tile = 0; tile < kStripTiles; ++tile)
             for (int step = 0; step < kSteps; ++step) {
-              double a[16][16], b[16][8];  // the multiplication's operands, filled as the instruction's fragments say
+              double a[16][16];  // the multiplication's weights, filled as the instruction's fragments say
+              int output[16];    // where a row of results belongs
               for (int lane = 0; lane < kLanes; ++lane) {
-                uint32_t words[F::kWords], regs[4];
-                load<F>(stage.data() + Tile::template weight_offset<F>(warp) + m * F::kTileBytes, lane, words);
-                operand<F, T, kConvert>(words, step, regs);
+                uint32_t words[F::kWords], registers[4];
+                load<F>(packed + tile_offset<F>(strip, chunk, tile, chunks), lane, words);
+                operand<F, T, kConvert>(words, step, registers);
                 for (int r = 0; r < 4; ++r)
                   for (int e = 0; e < 2; ++e)
-                    a[lane / 4 + 8 * (r % 2)][2 * (lane % 4) + 8 * (r / 2) + e] = value<T>(regs[r] >> (16 * e));
+                    a[lane / 4 + 8 * (r % 2)][2 * (lane % 4) + 8 * (r / 2) + e] = value<T>(registers[r] >> (16 * e));
+                for (int half = 0; half < 2; ++half)
+                  output[lane / 4 + 8 * half] = strip * kStripRows + tile * kTileRows + lane_output(lane, half);
               }
-              for (int n = 0; n < Tile::kNTiles; ++n) {
-                for (int lane = 0; lane < kLanes; ++lane)
-                  for (int r = 0; r < 2; ++r)
-                    for (int e = 0; e < 2; ++e)
-                      b[2 * (lane % 4) + 8 * r + e][lane / 4] =
-                          xs[Tile::x_offset(warp, lane, n, step / 2) / 2 + 4 * (step % 2) + 2 * r + e];
-                for (int lane = 0; lane < kLanes; ++lane)
-                  for (int i = 0; i < 4; ++i) {
-                    double sum = 0;
-                    for (int k = 0; k < 16; ++k) sum += a[lane / 4 + 8 * (i / 2)][k] * b[k][2 * (lane % 4) + i % 2];
-                    const int row = tile * Tile::kRows + Tile::result_row(warp, lane, m, i);
-                    const int column = block * Tile::kBatch + Tile::result_batch(lane, n, i);
-                    if (row < out_features && column < batch)
-                      y[size_t(column) * out_features + row] += std::ldexp(sum, Decoder<F, T, kConvert>::kExponent);
-                  }
-              }
+              const int column = chunk * kChunk + 16 * step;
+              for (int row = 0; row < 16; ++row)
+                for (int n = 0; output[row] < out_features && n < batch; ++n) {
+                  double sum = 0;
+                  for (int k = 0; k < 16 && column + k < in_features; ++k)
+                    sum += a[row][k] * x[size_t(n) * in_features + column + k];
+                  y[size_t(n) * out_features + output[row]] += std::ldexp(sum, Decoder<F, T, kConvert>::kExponent);
+                }
             }
-        }
-      }
-  for (int count : covered)
-    if (count != 1) return 1;
-  return 0;
-}
-
-template <class F>
-int walk_with(int variant, const uint8_t* packed, const double* x, double* y, int out, int in, int batch, int workers) {
-  switch (variant) {
-    case 0: return walk<F, Half, true, Tile<4, 1, 8, 1>>(packed, x, y, out, in, batch, workers);
-    case 1: return walk<F, Half, false, Tile<4, 2, 4, 2>>(packed, x, y, out, in, batch, workers);
-    case 2: return walk<F, BFloat16, true, Tile<4, 4, 2, 1>>(packed, x, y, out, in, batch, workers);
-    default: return walk<F, Half, true, Tile<2, 8, 1, 8>>(packed, x, y, out, in, batch, workers);
-  }
-}
-
-template <class F>
-void decode_with(int variant, double* out) {
-  if (variant == 0) decode_codes<F, Half, true>(out);
-  if (variant == 1) decode_codes<F, Half, false>(out);
-  if (variant == 2) decode_codes<F, BFloat16, true>(out);
+    }
+  return std::all_of(covered.begin(), covered.end(), [](int count) { return count == 1; }) ? 0 : 1;
 }
 
 }  // namespace
 
+// Decoders: 0 is FP16 with the E4M3 conversion where it serves, 1 FP16 by shifts, 2 BF16.
+#define WITH_DECODER(decoder, F, function, ...)                           \
+  (decoder == 0   ? function<F, Half, true>(__VA_ARGS__)                  \
+   : decoder == 1 ? function<F, Half, false>(__VA_ARGS__)                 \
+                  : function<F, BFloat16, true>(__VA_ARGS__))
+
 #define EXPORT(F)                                                                                                      \
-  extern "C" void decode_##F(int variant, double* out) { decode_with<F>(variant, out); }                               \
-  extern "C" void prepack_##F(const uint8_t* s, uint8_t* p, int out, int in) { prepack<F>(s, p, out, in, false); }     \
-  extern "C" void unprepack_##F(const uint8_t* p, uint8_t* s, int out, int in) {                                       \
-    prepack<F>(s, const_cast<uint8_t*>(p), out, in, true);                                                             \
+  extern "C" void decode_##F(int decoder, double* out) { WITH_DECODER(decoder, F, decode_codes, out); }                \
+  extern "C" void prepack_##F(uint8_t* s, uint8_t* p, int out, int in, int by_exchange, int inverse) {                 \
+    (by_exchange ? prepack_by_exchange<F> : prepack<F>)(s, p, out, in, inverse);                                       \
   }                                                                                                                    \
   extern "C" int64_t packed_bytes_##F(int out, int in) { return packed_bytes<F>(out, in); }                            \
-  extern "C" int walk_##F(int v, const uint8_t* p, const double* x, double* y, int out, int in, int batch, int w) {    \
-    return walk_with<F>(v, p, x, y, out, in, batch, w);                                                                \
+  extern "C" void dequantize_##F(int decoder, const uint8_t* p, double* dense, int out, int in) {                      \
+    WITH_DECODER(decoder, F, dequantize, p, dense, out, in);                                                           \
+  }                                                                                                                    \
+  extern "C" int walk_##F(int decoder, const uint8_t* p, const double* x, double* y, int out, int in, int batch,       \
+                          int workers, int strips, int stage_chunks) {                                                 \
+    return WITH_DECODER(decoder, F, walk, p, x, y, out, in, batch, workers, strips, stage_chunks);                     \
   }
 EXPORT(E2M2)
 EXPORT(E3M1)

@@ -1,4 +1,4 @@
-"""TC-FPx on a CPU: layout, decode and schedule through the very functions that the kernel compiles, here by g++."""
+"""TC-FPx on a CPU: layout, decode, exchange and schedule, by the functions that the kernel compiles, here by g++."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from fpquant.schemes import SCHEMES, Pair
 
 SOURCES = Path(layout.__file__).parent
 CPP_NAMES = {name: name.split("_")[1].upper() for name in KERNEL_FORMATS}
+DECODERS = ["half-by-conversion", "half-by-shifts", "bfloat16"]
 SHAPES = [(64, 64), (1, 16), (1, 1), (65, 63), (100, 130), (192, 576), (200, 1000)]
 
 
 @pytest.fixture(scope="session")
 def host(tmp_path_factory):
-    """layout.cuh, decode.cuh and schedule.cuh compiled for the host."""
+    """layout.cuh, decode.cuh, exchange.cuh and schedule.cuh compiled for the host."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -52,12 +53,12 @@ def random_stream(name, out_features, in_features, seed=0):
     return stream
 
 
-@pytest.mark.parametrize("variant", range(3), ids=["half-by-conversion", "half-by-shifts", "bfloat16"])
+@pytest.mark.parametrize("decoder", range(len(DECODERS)), ids=DECODERS)
 @pytest.mark.parametrize("name", KERNEL_FORMATS)
-def test_every_code_decodes_exactly_in_every_place(name, variant, host):
+def test_every_code_decodes_exactly_in_every_place(name, decoder, host):
     fmt = KERNEL_FORMATS[name]
     values = torch.empty(1 << fmt.bits, dtype=torch.float64)
-    getattr(host, f"decode_{CPP_NAMES[name]}")(variant, pointer(values))
+    getattr(host, f"decode_{CPP_NAMES[name]}")(decoder, pointer(values))
     wanted = decode(torch.arange(1 << fmt.bits, dtype=torch.uint8), fmt).double()
     numbers = wanted.isfinite()
     assert numbers.sum() == (1 << fmt.bits) - (2 if fmt.bits == 8 else 0)
@@ -73,14 +74,26 @@ def test_prepack_is_what_the_header_says_and_has_an_inverse(name, shape, host):
     packed = prepack(stream, fmt, *shape)
     assert packed.numel() == packed_bytes(fmt, *shape) == getattr(host, f"packed_bytes_{CPP_NAMES[name]}")(*shape)
 
-    by_header = torch.full_like(packed, 0xA5)
-    getattr(host, f"prepack_{CPP_NAMES[name]}")(pointer(stream), pointer(by_header), *shape)
-    assert torch.equal(packed, by_header)
-
     assert torch.equal(unprepack(packed, fmt, *shape), stream)
-    back = torch.full_like(stream, 0xA5)
-    getattr(host, f"unprepack_{CPP_NAMES[name]}")(pointer(packed), pointer(back), *shape)
-    assert torch.equal(back, stream)
+
+    by_header = getattr(host, f"prepack_{CPP_NAMES[name]}")
+    for by_exchange in (False, True):
+        there, back = torch.full_like(packed, 0xA5), torch.full_like(stream, 0xA5)
+        by_header(pointer(stream), pointer(there), *shape, by_exchange, False)
+        assert torch.equal(there, packed)
+        by_header(pointer(back), pointer(packed), *shape, by_exchange, True)
+        assert torch.equal(back, stream)
+
+
+@pytest.mark.parametrize("decoder", range(len(DECODERS)), ids=DECODERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
+def test_dequantize_by_the_exchange_of_lanes_is_the_weight(name, shape, decoder, host):
+    fmt = KERNEL_FORMATS[name]
+    packed = prepack(random_stream(name, *shape), fmt, *shape)
+    dense = torch.full(shape, torch.nan, dtype=torch.float64)
+    getattr(host, f"dequantize_{CPP_NAMES[name]}")(decoder, pointer(packed), pointer(dense), *shape)
+    assert torch.equal(dense, decode(codes_of(packed, fmt, *shape), fmt)[:, : shape[1]].double())
 
 
 @pytest.mark.parametrize("scheme", ["fp6", "fp6_e2m3", "fp5", "fp5_e3m1", "fp8"])
@@ -100,21 +113,23 @@ def test_prepack_says_what_size_it_wants():
         unprepack(torch.zeros(48, dtype=torch.uint8), FORMATS["fp6_e3m2"], 4, 16)
 
 
-@pytest.mark.parametrize("variant", range(4))
+@pytest.mark.parametrize(("decoder", "strips", "stage_chunks"), [(0, 1, 8), (1, 2, 4), (2, 4, 2), (0, 4, 1)], ids=str)
 @pytest.mark.parametrize(
     ("shape", "batch", "workers"),
     [((64, 64), 1, 1), ((300, 1100), 3, 1), ((300, 1100), 9, 4), ((129, 65), 65, 2), ((1, 1), 8, 1)],
     ids=str,
 )
 @pytest.mark.parametrize("name", KERNEL_FORMATS)
-def test_a_walk_of_the_kernels_indexing_equals_the_direct_product(name, shape, batch, workers, variant, host):
+def test_a_walk_of_layout_and_decode_equals_the_direct_product(
+    name, shape, batch, workers, decoder, strips, stage_chunks, host
+):
     fmt, (out_features, in_features) = KERNEL_FORMATS[name], shape
     stream = random_stream(name, *shape)
     packed = prepack(stream, fmt, *shape)
     # Integers and short codes: every product and sum is exact in float64.
     x = torch.randint(-8, 9, (batch, in_features), generator=torch.Generator().manual_seed(1)).double()
     y = torch.empty(batch, out_features, dtype=torch.float64)
-    sizes = (*shape, batch, workers)
-    assert getattr(host, f"walk_{CPP_NAMES[name]}")(variant, pointer(packed), pointer(x), pointer(y), *sizes) == 0
+    sizes = (*shape, batch, workers, strips, stage_chunks)
+    assert getattr(host, f"walk_{CPP_NAMES[name]}")(decoder, pointer(packed), pointer(x), pointer(y), *sizes) == 0
     weight = decode(codes_of(packed, fmt, *shape), fmt)[:, :in_features].double()
     assert torch.equal(y, x @ weight.T)
