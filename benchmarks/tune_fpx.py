@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,24 +28,31 @@ from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS, packed_bytes
 DEVICE = torch.device("cuda", 0)
 
 
+TUNED = ("smollm2.q", "smollm2.gateup", "7b.qkv", *FACTS)
+"""Shapes that stand for sizes."""
+
 CLEARLY = 1.03
 """How much faster a tile must be to be chosen over the one that is best for all shapes together."""
 
 
-def table(times: list[dict[str, Any]]) -> list[tuple[int, int, tuple[int, ...], int]]:
-    """Rows of library.TILES: up to which batch and how many weights, the tile, and blocks a multiprocessor."""
+Choice = tuple[tuple[int, ...], int, int]
+"""A tile, blocks a multiprocessor, blocks in a cluster."""
+
+
+def table(times: list[dict[str, Any]]) -> list[tuple[int, int, tuple[int, ...], int, int]]:
+    """Rows of library.TILES: up to which batch and how many weights, the tile, blocks a multiprocessor and a cluster."""
     found = {
-        (r["batch"], math.prod(SHAPES[r["shape"]]), tuple(r["tile"]), r["blocks"]): r["us"]
+        (r["batch"], math.prod(SHAPES[r["shape"]]), (tuple(r["tile"]), r["blocks"], r["cluster"])): r["us"]
         for r in times
         if r["tile"] is not None
     }
-    rows: list[tuple[int, int, tuple[int, ...], int]] = []
+    rows: list[tuple[int, int, tuple[int, ...], int, int]] = []
     for batch in sorted({key[0] for key in found}):
         sizes = sorted({key[1] for key in found if key[0] == batch})
-        by_size = {size: {key[2:]: us for key, us in found.items() if key[:2] == (batch, size)} for size in sizes}
+        by_size = {size: {key[2]: us for key, us in found.items() if key[:2] == (batch, size)} for size in sizes}
         everywhere = set.intersection(*(set(of_size) for of_size in by_size.values()))
         common = min(everywhere, key=lambda t: math.prod(of_size[t] for of_size in by_size.values()))
-        chosen = []
+        chosen: list[Choice] = []
         for size in sizes:
             best = min(by_size[size], key=by_size[size].__getitem__)
             chosen.append(best if by_size[size][best] * CLEARLY < by_size[size][common] else common)
@@ -79,6 +87,19 @@ def pairs(items: list[Any]) -> list[tuple[Any, Any]]:
     return list(itertools.pairwise(items))
 
 
+def candidates(kernel: library.Library, out_features: int, batch: int) -> Iterator[library.Plan]:
+    """Plans worth timing: no tile of more than twice the batch, or that reads the weight more than 16 times."""
+    for variant in kernel.variants:
+        if variant.batch > max(8, 2 * batch) or batch > 16 * variant.batch:
+            continue
+        tiles = -(-out_features // variant.rows)
+        clusters = [c for c in (2, 4) if batch <= 32 and c * tiles <= 300]  # so that all blocks run at once
+        for blocks, cluster in [(1, 1), (2, 1), *((1, c) for c in clusters)]:
+            plan = library.Plan(variant, blocks, library.sharers_of(cluster), cluster=cluster)
+            if kernel.stages(plan):
+                yield plan
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     dtype, defines = getattr(torch, args.dtype), dict(d.split("=") for d in args.define)
     kernel = library.load(args.format, dtype, DEVICE, tuple(defines.items()))
@@ -95,25 +116,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             x = torch.randn(batch, shape[1], dtype=dtype, device=DEVICE)
             row = {"shape": shape_name, "batch": batch}
             found = []
-            for variant in kernel.variants:
-                # A tile of more than twice the batch, or that reads the weight more than 16 times, is no candidate.
-                if (variant.batch > max(8, 2 * batch)) or batch > 16 * variant.batch:
-                    continue
-                for blocks in (1, 2):
-                    if kernel.stages(variant, blocks) < 2:
-                        continue
-                    plan = library.Plan(variant, blocks)
-                    calls = [partial(kernel.linear, x, w, scale, None, shape[0], plan) for w in weights]
-                    tile = [variant.rows, variant.stage_inputs, variant.batch]
-                    found.append(row | {"us": time_us(calls, replays=5), "tile": tile, "blocks": blocks})
+            for plan in candidates(kernel, shape[0], batch):
+                calls = [partial(kernel.linear, x, w, scale, None, shape[0], plan) for w in weights]
+                tile = list(plan.variant.tile)
+                us = time_us(calls, replays=5)
+                found.append(row | {"us": us, "tile": tile, "blocks": plan.blocks_per_sm, "cluster": plan.cluster})
             if batch >= args.dense_from:
                 by_dense = partial(ops.by_dense_weight, kernel, x)
                 calls = [partial(by_dense, w, scale, None, args.format, shape[0]) for w in weights]
-                found.append(row | {"us": time_us(calls, replays=5), "tile": None, "blocks": 0})
+                found.append(row | {"us": time_us(calls, replays=5), "tile": None, "blocks": 0, "cluster": 0})
             found.sort(key=lambda f: f["us"])
             print(f"{shape_name:>12} batch {batch:5}:", end="")
             for f in found[:5]:
-                name = "x".join(map(str, f["tile"])) + f"/{f['blocks']}" if f["tile"] else "dense"
+                name = "x".join(map(str, f["tile"])) + f"/{f['blocks']},{f['cluster']}" if f["tile"] else "dense"
                 print(f"  {f['us']:7.1f} {name}", end="")
             print(flush=True)
             rows += found
@@ -129,15 +144,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(FACTS), metavar="SHAPE")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(TUNED), metavar="SHAPE")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--format", choices=KERNEL_FORMATS, default="fp6_e3m2")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--name", default="fpx-tuning", help="the results file's name")
     parser.add_argument("--json", help="write here, not to benchmarks/results")
     parser.add_argument("--table", help="print the table of a results file instead of measuring", metavar="FILE")
     parser.add_argument("--define", nargs="+", default=[], metavar="NAME=VALUE", help="macros for the kernel")
-    parser.add_argument("--dense-from", type=int, default=64, help="time the dense weight from this batch")
+    parser.add_argument("--dense-from", type=int, default=256, help="time the dense weight from this batch")
     parser.add_argument("--byte-values", type=int, default=256, help="packed bytes are random below this")
     args = parser.parse_args()
     if args.table:

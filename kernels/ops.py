@@ -6,8 +6,10 @@ cannot be had (said once). Weights are in the kernels' layout, see `fpx_prepack`
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -162,9 +164,27 @@ def _linear_cuda(
         elif rows.numel() == 0 or out_features == 0:
             y = x.new_zeros(rows.shape[0], out_features)
         else:
-            plan = tc_fpx.plan(kernel, out_features, in_features, rows.shape[0])
+            plan = tc_fpx.plan(kernel, out_features, in_features, rows.shape[0], _dependent)
             y = kernel.linear(_for_copies(rows), packed, scale, bias, out_features, plan)
     return y.reshape(*x.shape[:-1], out_features)
+
+
+_dependent = False
+
+
+@contextlib.contextmanager
+def dependent_launch(on: bool = True) -> Iterator[None]:
+    """Within, `fpx_linear` starts reading its weight before the kernel before it on the stream has ended (sm_90).
+
+    Saves 1 to 4 microseconds a call. That kernel must not be the one that writes the packed weight: synchronize after
+    loading or moving weights, once. Everything else (x, bias, y, scratch memory) is touched only after it has ended.
+    """
+    global _dependent
+    before, _dependent = _dependent, on
+    try:
+        yield
+    finally:
+        _dependent = before
 
 
 def by_dense_weight(

@@ -80,6 +80,30 @@ FPX_DEVICE void await_partials(const Problem& p, int last) {
   sync_threads(Tile::kThreads);
 }
 
+// The end of a row tile that a cluster's blocks share: the others write their sums into the first one's memory, which adds
+// them in their order. sums_of(i), store(i, sum): float4 i of `count`.
+template <class SumOf, class Store>
+FPX_DEVICE void finish_in_cluster(const Problem& p, int count, int threads, uint32_t sent, uint32_t sums_barrier,
+                                  SumOf&& sum_of, Store&& store) {
+  const int rank = cluster_rank();
+  cluster_wait();
+  if (rank > 0) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += threads)
+      store_at_block(sent + ((rank - 1) * count + i) * 16, 0, sum_of(i));
+    __syncwarp();
+    if (threadIdx.x % kLanes == 0) barrier_arrive_at_block(sums_barrier, 0);
+    return;
+  }
+  barrier_wait_for_cluster(sums_barrier, 0);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += threads) {
+    float4 sum = sum_of(i);
+    for (int block = 1; block < p.cluster; ++block) sum = add(sum, load_float4(sent + ((block - 1) * count + i) * 16));
+    store(i, sum);
+  }
+}
+
 // `sums`: shared memory for the sums of the warps side by side along the inner dimension.
 template <class F, class T, class Tile>
 FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Tile>& mine,
@@ -116,26 +140,13 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
     store<4, T>(p, row0 + i / kFours, output0 + output, y);
   };
 
-  if (p.cluster > 1) {  // the others write their sums into the first block's memory, which adds them in their order
-    const int rank = cluster_rank();
-    const uint32_t sent = shared_address(sums) + p.sent_offset;  // [blocks - 1][fours]
-    cluster_wait();
-    if (rank > 0) {
-#pragma unroll 1
-      for (int i = threadIdx.x; i < fours; i += Tile::kThreads)
-        store_at_block(sent + ((rank - 1) * fours + i) * 16, 0, sum_of_warps(i));
-      __syncwarp();
-      if (lane == 0) barrier_arrive_at_block(sums_barrier, 0);
-    } else {
-      barrier_wait_for_cluster(sums_barrier, 0);
-#pragma unroll 1
-      for (int i = threadIdx.x; i < fours; i += Tile::kThreads) {
-        float4 sum = sum_of_warps(i);
-        for (int block = 1; block < p.cluster; ++block) sum = add(sum, load_float4(sent + ((block - 1) * fours + i) * 16));
-        store_sum(i, sum);
-      }
+  if constexpr (kBulk)
+    if (p.cluster > 1) {
+      finish_in_cluster(p, fours, Tile::kThreads, shared_address(sums) + p.sent_offset, sums_barrier, sum_of_warps,
+                        store_sum);
+      return;
     }
-  } else if (at.begin > 0) {
+  if (at.begin > 0) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < fours; i += Tile::kThreads) __stcg(partial<Tile>(p, blockIdx.x) + i, sum_of_warps(i));
     give_partial<Tile>(p, at.row_tile);

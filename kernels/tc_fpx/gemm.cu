@@ -18,8 +18,6 @@ namespace {
 using Format_ = FPX_FORMAT;
 using Type = FPX_TYPE;
 
-constexpr bool kBulk = FPX_ARCH >= 90;  // there are a copy engine and barriers that count bytes
-
 template <class F, class Tile>
 using Pipeline = std::conditional_t<kBulk, BulkPipeline<F, Tile>, AsyncPipeline<F, Tile>>;
 
@@ -38,11 +36,12 @@ __global__ void __launch_bounds__(Tile::kThreads + Pipeline<F, Tile>::kExtraThre
   float* sums = reinterpret_cast<float*>(shared + kBarrierBytes + kFactorBytes<Tile>);
   const uint32_t base = shared_address(shared);
   const uint32_t sums_barrier = base + 2 * kMaxStages * 8;
-  if (p.cluster > 1) {  // blocks may write to each other's shared memory once all have started
-    if (threadIdx.x == 0) barrier_init(sums_barrier, (p.cluster - 1) * Tile::kWarps), barrier_init_fence();
-    __syncwarp();
-    cluster_arrive();
-  }
+  if constexpr (kBulk)
+    if (p.cluster > 1) {  // blocks may write to each other's shared memory once all have started
+      if (threadIdx.x == 0) barrier_init(sums_barrier, (p.cluster - 1) * Tile::kWarps), barrier_init_fence();
+      __syncwarp();
+      cluster_arrive();
+    }
   Pipeline<F, Tile> pipeline(p, base + kFixedBytes<Tile>, base);
   if (pipeline.is_copier()) {
     if constexpr (Tile::kRegisters > 0) keep_registers<Tile::kCopierRegisters>();
@@ -87,18 +86,14 @@ constexpr Variant variant() {
 }
 
 const Variant kVariants[] = {
-    variant<MmaTile<4, 1, 8, 1>>(), variant<MmaTile<2, 2, 8, 1>>(), variant<MmaTile<4, 1, 4, 1>>(),
-    variant<MmaTile<2, 2, 4, 1>>(), variant<MmaTile<4, 2, 4, 1>>(), variant<MmaTile<4, 2, 8, 1>>(),
-    variant<MmaTile<4, 1, 8, 2>>(), variant<MmaTile<2, 2, 8, 2>>(), variant<MmaTile<4, 1, 4, 2>>(), variant<MmaTile<4, 2, 4, 2>>(),
+    variant<MmaTile<4, 1, 8, 1>>(), variant<MmaTile<4, 1, 4, 1>>(), variant<MmaTile<4, 2, 4, 1>>(),
+    variant<MmaTile<4, 1, 8, 2>>(), variant<MmaTile<4, 1, 4, 2>>(), variant<MmaTile<4, 2, 4, 2>>(),
     variant<MmaTile<4, 2, 4, 4>>(), variant<MmaTile<4, 4, 2, 4>>(),
 #if FPX_ARCH == 90
-    variant<WgmmaTile<2, 1, 2, 16>>(), variant<WgmmaTile<4, 1, 2, 16, 2>>(),
-    variant<WgmmaTile<2, 1, 2, 32>>(), variant<WgmmaTile<2, 1, 2, 32, 2>>(), variant<WgmmaTile<4, 1, 2, 32>>(), variant<WgmmaTile<4, 1, 2, 32, 2>>(),
-    variant<WgmmaTile<2, 1, 2, 64>>(), variant<WgmmaTile<2, 1, 2, 64, 4>>(), variant<WgmmaTile<4, 1, 2, 64>>(), variant<WgmmaTile<4, 1, 2, 64, 2>>(), variant<WgmmaTile<4, 1, 2, 64, 4>>(),
-    variant<WgmmaTile<4, 2, 1, 64>>(), variant<WgmmaTile<4, 2, 1, 64, 2>>(),
-    variant<WgmmaTile<2, 1, 1, 128, 2>>(), variant<WgmmaTile<2, 2, 1, 128, 2>>(), variant<WgmmaTile<2, 2, 1, 128, 4>>(),
-    variant<WgmmaTile<3, 1, 1, 128>>(), variant<WgmmaTile<3, 1, 1, 128, 2>>(), variant<WgmmaTile<4, 1, 1, 128>>(), variant<WgmmaTile<4, 1, 1, 128, 2>>(),
-    variant<WgmmaTile<2, 1, 1, 256>>(), variant<WgmmaTile<2, 1, 1, 256, 2>>(),
+    variant<WgmmaTile<2, 1, 2, 32, 2>>(), variant<WgmmaTile<4, 1, 2, 32, 2>>(),
+    variant<WgmmaTile<2, 1, 2, 64>>(), variant<WgmmaTile<4, 1, 2, 64>>(), variant<WgmmaTile<4, 2, 1, 64>>(),
+    variant<WgmmaTile<3, 1, 1, 128>>(), variant<WgmmaTile<4, 1, 1, 128>>(),
+    variant<WgmmaTile<2, 1, 1, 256, 2>>(),
 #else
     variant<MmaTile<2, 4, 2, 8>>(),
 #endif
@@ -153,6 +148,14 @@ int stages_that_fit(const DeviceState& s, const Variant& v, int sharers, int bes
   const int most = kBulk ? kMaxStages : 4;
   const int stages = (bytes - v.fixed_bytes) / v.stage_bytes;
   return bytes < v.fixed_bytes || stages < v.least_stages ? 0 : stages < most ? stages : most;
+}
+
+// What the blocks of a cluster but the first send to it.
+int sent_bytes(const Variant& v, int cluster) { return (cluster - 1) * v.rows * v.batch * 4; }
+
+int stages_of_plan(const DeviceState& s, const Variant& v, int sharers, int cluster) {
+  if (cluster < 1 || cluster > 8 || (cluster > 1 && (v.wgmma || !kBulk))) return 0;
+  return stages_that_fit(s, v, sharers, sent_bytes(v, cluster));
 }
 
 #if FPX_ARCH >= 90
@@ -223,13 +226,13 @@ void fpx_variant(int index, int* out) {
   for (int i = 0; i < 7; ++i) out[i] = values[i];
 }
 
-// Pipeline stages that a variant has on the current device where `sharers` blocks share a multiprocessor's memory; with
-// less than two it does not fit. Negative: an error.
-int fpx_stages(int index, int sharers) {
+// Pipeline stages that a variant has on the current device where `sharers` blocks share a multiprocessor's memory and
+// `cluster` blocks a row tile; 0: it does not fit. Negative: an error.
+int fpx_stages(int index, int sharers, int cluster) {
   DeviceState* state;
   std::lock_guard<std::mutex> lock(mutex);
   if (cudaError_t error = state_of_device(&state)) return -int(error);
-  return stages_that_fit(*state, kVariants[index], sharers);
+  return stages_of_plan(*state, kVariants[index], sharers, cluster);
 }
 
 // Sets of counters that no stream and no graph has on the current device.
@@ -275,9 +278,7 @@ int fpx_linear(const fpx_plan* plan, const void* packed, const void* x, const fl
   const int units = divide_up(p.chunks, v.stage_chunks), batch_tiles = divide_up(batch, v.batch);
   p.units = Divisor(units);
   p.cluster = plan->cluster < units ? plan->cluster : units;
-  if (p.cluster < 1 || p.cluster > 8 || (p.cluster > 1 && (v.wgmma || !kBulk))) return cudaErrorInvalidValue;
-  const int sent_bytes = (p.cluster - 1) * v.rows * v.batch * 4;
-  p.stages = stages_that_fit(*state, v, plan->sharers, sent_bytes);
+  p.stages = stages_of_plan(*state, v, plan->sharers, p.cluster);
   if (p.stages < 2) return cudaErrorInvalidConfiguration;
   if (plan->max_stages && p.stages > plan->max_stages)
     p.stages = plan->max_stages > v.least_stages ? plan->max_stages : v.least_stages;
@@ -287,7 +288,7 @@ int fpx_linear(const fpx_plan* plan, const void* packed, const void* x, const fl
   if (p.cluster > 1) {
     p.partials = nullptr, p.counters = nullptr, p.split = Split(units, p.cluster);
     p.sent_offset = v.fixed_bytes - v.sums_offset + p.stages * v.stage_bytes;
-    return launch(v, p, dim3(row_tiles * p.cluster, batch_tiles), sent_bytes, stream);
+    return launch(v, p, dim3(row_tiles * p.cluster, batch_tiles), sent_bytes(v, p.cluster), stream);
   }
   int workers = plan->blocks_per_sm * state->sms / batch_tiles;
   if (plan->max_workers && workers > plan->max_workers) workers = plan->max_workers;

@@ -19,30 +19,14 @@ from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS
 C_TYPES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 """The types of x and y, and what the sources call them."""
 
-FUSED_BATCH = 256
+FUSED_BATCH = 1024
 """The largest batch that the fused kernel takes; above it a dense weight and cuBLAS win."""
 
-TILES: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
-    (8, 0, (64, 512, 8), 2),
-    (16, 38896375, (64, 512, 16), 1),
-    (16, 145536909, (128, 256, 16), 1),
-    (16, 332171930, (64, 512, 16), 1),
-    (16, 0, (128, 256, 16), 1),
-    (32, 38896375, (64, 512, 16), 1),
-    (32, 0, (128, 256, 32), 1),
-    (64, 38896375, (128, 256, 32), 1),
-    (64, 332171930, (128, 128, 64), 1),
-    (64, 0, (128, 256, 32), 1),
-    (96, 0, (128, 256, 32), 1),
-    (128, 38896375, (128, 256, 32), 1),
-    (128, 0, (128, 128, 64), 1),
-    (192, 0, (128, 128, 64), 1),
-    (256, 38896375, (256, 128, 32), 1),
-    (256, 0, (128, 128, 64), 1),
-)
-"""Up to which batch and how many weights (0: any), which tile (rows, inputs of a stage, batch), and how many thread
-blocks a multiprocessor. The first row that fits counts, of larger batches the last. Printed by benchmarks/tune_fpx.py
---table from benchmarks/results/fpx-tune-h200.json: other shapes are as the measured one that is nearest in size."""
+TILES: tuple[tuple[int, int, tuple[int, int, int], int, int], ...] = ((8, 0, (64, 512, 8), 1, 1),)
+"""Up to which batch and how many weights (0: any), which tile (rows, inputs of a stage, batch), how many thread blocks a
+multiprocessor, and how many in a cluster. The first row that fits counts, of larger batches the last. Printed by
+benchmarks/tune_fpx.py --table from benchmarks/results/fpx-tune-h200.json: other shapes are as the measured one that is
+nearest in size."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +62,10 @@ class Plan:
     cluster: int = 1
     dependent: bool = False
 
+    @property
+    def memory_sharers(self) -> int:
+        return max(self.sharers, self.blocks_per_sm)
+
 
 class _CPlan(ctypes.Structure):
     _fields_ = [
@@ -104,10 +92,9 @@ class Library:
         self._c.fpx_variant(index, values)
         return Variant(index, values[0], values[1], values[2], bool(values[6]))
 
-    def stages(self, variant: Variant, sharers: int = 1) -> int:
-        """Pipeline stages of a variant on the current device where so many blocks share a multiprocessor's memory; one
-        that has less than two does not fit there."""
-        stages: int = self._c.fpx_stages(variant.index, sharers)
+    def stages(self, plan: Plan) -> int:
+        """Pipeline stages that a plan has on the current device; 0: it does not fit there."""
+        stages: int = self._c.fpx_stages(plan.variant.index, plan.memory_sharers, plan.cluster)
         self._check(max(0, -stages))
         return stages
 
@@ -167,9 +154,8 @@ class Library:
 
 @functools.lru_cache(4096)
 def _c_plan(plan: Plan) -> _CPlan:
-    sharers = max(plan.sharers, plan.blocks_per_sm)
     numbers = plan.max_workers, plan.max_stages, plan.cluster, plan.dependent
-    return _CPlan(plan.variant.index, plan.blocks_per_sm, sharers, *numbers)
+    return _CPlan(plan.variant.index, plan.blocks_per_sm, plan.memory_sharers, *numbers)
 
 
 def _stream(tensor: Tensor) -> int:
@@ -201,21 +187,29 @@ def load_all(device: torch.device) -> dict[tuple[str, torch.dtype], Library]:
 
 
 @functools.lru_cache(4096)
-def plan(library: Library, out_features: int, in_features: int, batch: int) -> Plan:
-    """What TILES says of a shape, or the nearest tile that fits the current device's shared memory."""
-    (rows, inputs, tile), blocks = chosen_tile(out_features * in_features, batch)
-    fitting = [v for v in library.variants if library.stages(v) >= 2]
+def plan(library: Library, out_features: int, in_features: int, batch: int, dependent: bool = False) -> Plan:
+    """What TILES says of a shape, or the nearest tile that fits the current device."""
+    tile, blocks, cluster = chosen_tile(out_features * in_features, batch)
+    fitting = [v for v in library.variants if library.stages(Plan(v))]
     batches = {v.batch for v in fitting}
-    nearest = max((b for b in batches if b <= tile), default=min(batches))
+    nearest = max((b for b in batches if b <= tile[2]), default=min(batches))
+    rows, inputs, _ = tile
     best = min(
         (v for v in fitting if v.batch == nearest), key=lambda v: (abs(v.rows - rows), abs(v.stage_inputs - inputs))
     )
-    return Plan(best, blocks if library.stages(best, blocks) >= 2 else 1)
+    candidates = (
+        Plan(best, blocks, sharers_of(cluster), cluster=cluster, dependent=dependent),
+        Plan(best, blocks, dependent=dependent),
+    )
+    return next((p for p in candidates if library.stages(p)), Plan(best, dependent=dependent))
 
 
-def chosen_tile(weights: int, batch: int) -> tuple[tuple[int, int, int], int]:
-    """(tile, thread blocks a multiprocessor) by TILES for a weight of so many elements."""
-    for up_to, most_weights, tile, blocks in TILES:
-        if batch <= up_to and (not most_weights or weights <= most_weights):
-            return tile, blocks
-    return TILES[-1][2:]
+def sharers_of(cluster: int) -> int:
+    """Clusters are for small weights, whose kernels are short: they leave room for a block of the next one."""
+    return 2 if cluster > 1 else 0
+
+
+def chosen_tile(weights: int, batch: int) -> tuple[tuple[int, int, int], int, int]:
+    """(tile, thread blocks a multiprocessor, blocks in a cluster) by TILES for a weight of so many elements."""
+    rows = (row for row in TILES if batch <= row[0] and (not row[1] or weights <= row[1]))
+    return next(rows, TILES[-1])[2:]

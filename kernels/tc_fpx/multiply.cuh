@@ -106,7 +106,7 @@ struct WgmmaSums {
   FPX_DEVICE WgmmaSums() {
     const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const int weights = Tile::template weight_offset<F>(warp / 4 * Tile::kMTiles, 0, warp % 4);
-    first = opaque(weights + word_offset(F::kBits, lane, 0)), second = opaque(weights + word_offset(F::kBits, lane, 4));
+    first = weights + word_offset(F::kBits, lane, 0), second = weights + word_offset(F::kBits, lane, 4);
   }
 
   FPX_DEVICE void clear() {

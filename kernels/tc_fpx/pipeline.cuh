@@ -13,6 +13,7 @@
 
 namespace fpx {
 
+constexpr bool kBulk = FPX_ARCH >= 90;  // there are a copy engine, barriers that count bytes, and clusters
 constexpr int kMaxStages = 16;
 
 // One call of the kernel. All pointers are aligned to 16 bytes, in_features is a multiple of 64. Blocks: y is the batch

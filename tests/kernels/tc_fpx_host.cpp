@@ -189,14 +189,17 @@ int walk(const uint8_t* packed, const double* x, double* y, int out_features, in
          int strips, int stage_chunks) {
   const int all_strips = strips_of(out_features), chunks = chunks_of(in_features);
   const int row_tiles = divide_up(all_strips, strips), units = divide_up(chunks, stage_chunks);
-  const Split split{row_tiles * units, workers};
+  const Split split(row_tiles * units, std::min(workers, row_tiles * units));
   std::vector<int> covered(row_tiles * units);
   std::fill(y, y + size_t(batch) * out_features, 0.0);
-  for (int worker = 0; worker < workers; ++worker)
-    for (int unit = split.begin(worker); unit < split.begin(worker + 1); ++unit) {
+  Piece at;
+  for (int worker = 0; worker < std::min(workers, row_tiles * units); ++worker)
+    for (Pieces pieces = Pieces::of_run(split.begin(worker), split.begin(worker + 1), Divisor(units)); pieces.next(at);)
+     for (; at.k < at.end; ++at.k) {
+      const int unit = at.row_tile * units + at.k;
       if (unit < 0 || unit >= split.total || split.owner(unit) != worker) return 1;
       ++covered[unit];
-      const int first_strip = unit / units * strips, first_chunk = unit % units * stage_chunks;
+      const int first_strip = at.row_tile * strips, first_chunk = at.k * stage_chunks;
       for (int strip = first_strip; strip < std::min(first_strip + strips, all_strips); ++strip)
         for (int chunk = first_chunk; chunk < std::min(first_chunk + stage_chunks, chunks); ++chunk)
           for (int tile = 0; tile < kStripTiles; ++tile)
@@ -233,6 +236,34 @@ int walk(const uint8_t* packed, const double* x, double* y, int out_features, in
   (decoder == 0   ? function<F, Half, true>(__VA_ARGS__)                  \
    : decoder == 1 ? function<F, Half, false>(__VA_ARGS__)                 \
                   : function<F, BFloat16, true>(__VA_ARGS__))
+
+// What the blocks of a kernel rely on: units in one piece each; a shared tile's beginning is its owner's, what follows is
+// the first piece of each of the next workers. 0 where that holds for all divisions of so many units.
+extern "C" int pieces_are_sound(int row_tiles, int units) {
+  const int total = row_tiles * units;
+  for (int workers = 1; workers <= total; ++workers) {
+    const Split split(total, workers);
+    std::vector<int> covered(total);
+    for (int worker = 0; worker < workers; ++worker) {
+      int count = 0;
+      Piece at;
+      for (Pieces pieces = Pieces::of_run(split.begin(worker), split.begin(worker + 1), Divisor(units)); pieces.next(at);) {
+        if (at.k != at.begin || at.begin < 0 || at.begin >= at.end || at.end > units) return 1;
+        const int owner = split.owner(at.row_tile * units), last = split.owner((at.row_tile + 1) * units - 1);
+        if (at.begin > 0 && (count > 0 || owner >= worker)) return 2;
+        if (at.begin == 0 && owner != worker) return 3;
+        if ((at.begin == 0 && at.end == units) != (owner == last)) return 4;
+        for (int unit = at.begin; unit < at.end; ++unit) ++covered[at.row_tile * units + unit];
+        ++count;
+      }
+    }
+    for (int unit = 0; unit < total; ++unit)
+      if (covered[unit] != 1) return 5;
+  }
+  return 0;
+}
+
+extern "C" int quotient(int by, int n) { return Divisor(by).quotient(n); }
 
 #define EXPORT(F)                                                                                                      \
   extern "C" void decode_##F(int decoder, double* out) { WITH_DECODER(decoder, F, decode_codes, out); }                \

@@ -113,6 +113,29 @@ def test_prepack_says_what_size_it_wants():
         unprepack(torch.zeros(48, dtype=torch.uint8), FORMATS["fp6_e3m2"], 4, 16)
 
 
+@pytest.mark.parametrize(("row_tiles", "units"), [(1, 1), (1, 9), (7, 1), (5, 8), (13, 3), (3, 40)], ids=str)
+def test_pieces_of_runs_are_what_the_summing_of_shared_tiles_needs(row_tiles, units, host):
+    assert host.pieces_are_sound(row_tiles, units) == 0
+
+
+def test_division_without_dividing(host):
+    largest = 2**31 - 1
+    for by in (1, 2, 3, 7, 64, 447, 1 << 16, 99991, largest):
+        for n in {
+            0,
+            1,
+            by - 1,
+            by,
+            min(by, largest - 1) + 1,
+            12345,
+            10 * by % largest,
+            largest // by * by,
+            largest - 1,
+            largest,
+        }:
+            assert host.quotient(by, n) == n // by, (by, n)
+
+
 @pytest.mark.parametrize(("decoder", "strips", "stage_chunks"), [(0, 1, 8), (1, 2, 4), (2, 4, 2), (0, 4, 1)], ids=str)
 @pytest.mark.parametrize(
     ("shape", "batch", "workers"),
