@@ -40,7 +40,7 @@ Choice = tuple[tuple[int, ...], int, int]
 
 
 def table(times: list[dict[str, Any]]) -> list[tuple[int, int, tuple[int, ...], int, int]]:
-    """Rows of library.TILES: up to which batch and how many weights, the tile, blocks a multiprocessor and a cluster."""
+    """Rows of library.TILES: up to which batch and weights, the tile, blocks a multiprocessor, blocks in a cluster."""
     found = {
         (r["batch"], math.prod(SHAPES[r["shape"]]), (tuple(r["tile"]), r["blocks"], r["cluster"])): r["us"]
         for r in times

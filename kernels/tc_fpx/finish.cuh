@@ -7,23 +7,25 @@ namespace fpx {
 
 FPX_DEVICE float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// Factors and biases of a row tile's outputs, in shared memory while it is finished. A thread fetches those of one output
-// before it multiplies, so that nobody waits for them afterwards.
+// Factors and biases of a row tile's outputs, in shared memory while it is finished. A thread sees to one output's, before
+// it multiplies, so that nobody waits long for them afterwards: in a register, or as near as the L2 cache where registers
+// are short.
 template <class F, class T, class Tile>
 struct Epilogue {
   static_assert(Tile::kThreads >= Tile::kRows, "a thread an output");
   float factor = 0, bias = 0;
+  int output;
 
-  FPX_DEVICE Epilogue(const Problem& p, int row_tile) {
-    const int output = row_tile * Tile::kRows + threadIdx.x;
-    if (threadIdx.x >= Tile::kRows || output >= p.out_features) return;
-    factor = load_early(p.scale + output);
-    if (p.bias) bias = to_float<T>(load_early(p.bias + output));
+  FPX_DEVICE Epilogue(const Problem& p, int row_tile) : output(row_tile * Tile::kRows + threadIdx.x) {
+    if (!has_output(p)) return;
+    if constexpr (!Tile::kWgmma) load(p);
+    else if (prefetch(p.scale + output), p.bias) prefetch(p.bias + output);
   }
 
   // Before a barrier.
-  FPX_DEVICE void share(float* shared) const {
-    if (threadIdx.x >= Tile::kRows) return;
+  FPX_DEVICE void share(const Problem& p, float* shared) {
+    if (!has_output(p)) return;
+    if constexpr (Tile::kWgmma) load(p);
     shared[threadIdx.x] = factor * float(1 << Decoder<F, T, kConvert>::kExponent);
     shared[Tile::kRows + threadIdx.x] = bias;
   }
@@ -31,6 +33,13 @@ struct Epilogue {
   // y of an output of the row tile.
   FPX_DEVICE static float apply(const float* shared, int output, float sum) {
     return sum * shared[output] + shared[Tile::kRows + output];
+  }
+
+ private:
+  FPX_DEVICE bool has_output(const Problem& p) const { return threadIdx.x < Tile::kRows && output < p.out_features; }
+  FPX_DEVICE void load(const Problem& p) {
+    factor = load_early(p.scale + output);
+    if (p.bias) bias = to_float<T>(load_early(p.bias + output));
   }
 };
 
@@ -107,7 +116,7 @@ FPX_DEVICE void finish_in_cluster(const Problem& p, int count, int threads, uint
 // `sums`: shared memory for the sums of the warps side by side along the inner dimension.
 template <class F, class T, class Tile>
 FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Tile>& mine,
-                       const Epilogue<F, T, Tile>& epilogue, float* factors, float* sums, uint32_t sums_barrier) {
+                       Epilogue<F, T, Tile>& epilogue, float* factors, float* sums, uint32_t sums_barrier) {
   constexpr int kPlane = Tile::kBatch * Tile::kSumPitch, kFours = Tile::kRows / 4;  // of a batch row
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
 #pragma unroll
@@ -120,7 +129,7 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
         float* to = sums + Tile::chunk(warp) * kPlane + (8 * n + 2 * (lane % 4) + i) * Tile::kSumPitch + row;
         *reinterpret_cast<float2*>(to) = make_float2(mine.c[m][n][i], mine.c[m][n][i + 2]);
       }
-  epilogue.share(factors);
+  epilogue.share(p, factors);
   sync_threads(Tile::kThreads);
 
   const int row0 = blockIdx.y * Tile::kBatch, rows = min(Tile::kBatch, p.batch - row0), fours = rows * kFours;
@@ -168,7 +177,7 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
 // A thread has its results for itself, partial ones too.
 template <class F, class T, class Tile>
 FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>& mine,
-                       const Epilogue<F, T, Tile>& epilogue, float* factors, float*, uint32_t) {
+                       Epilogue<F, T, Tile>& epilogue, float* factors, float*, uint32_t) {
   constexpr int kFours = Tile::kBatch / 8;
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const auto each_four = [&](int worker, auto&& body) {
@@ -183,7 +192,7 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>&
     give_partial<Tile>(p, at.row_tile);
     return;
   }
-  epilogue.share(factors);
+  epilogue.share(p, factors);
   sync_threads(Tile::kThreads);
   if (at.end < p.units.by) {
     const int last = last_sharer(p, at.row_tile);

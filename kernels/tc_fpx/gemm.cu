@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Tile::kThreads + Pipeline<F, Tile>::kExtraThre
 #endif
     Piece at;
     for (Pieces pieces = pieces_of_block(p); pieces.next(at);) {
-      const Epilogue<F, T, Tile> epilogue(p, at.row_tile);
+      Epilogue<F, T, Tile> epilogue(p, at.row_tile);
       c.clear();
       c.add_piece(p, at, pipeline);
       finish(p, at, c, epilogue, factors, sums, sums_barrier);

@@ -23,8 +23,8 @@ FUSED_BATCH = 1024
 """The largest batch that the fused kernel takes; above it a dense weight and cuBLAS win."""
 
 TILES: tuple[tuple[int, int, tuple[int, int, int], int, int], ...] = ((8, 0, (64, 512, 8), 1, 1),)
-"""Up to which batch and how many weights (0: any), which tile (rows, inputs of a stage, batch), how many thread blocks a
-multiprocessor, and how many in a cluster. The first row that fits counts, of larger batches the last. Printed by
+"""Up to which batch and how many weights (0: any), which tile (rows, inputs of a stage, batch), how many thread blocks
+a multiprocessor, and how many in a cluster. The first row that fits counts, of larger batches the last. Printed by
 benchmarks/tune_fpx.py --table from benchmarks/results/fpx-tune-h200.json: other shapes are as the measured one that is
 nearest in size."""
 
@@ -49,8 +49,8 @@ class Plan:
     """How a call is run.
 
     blocks_per_sm: thread blocks on a multiprocessor. sharers: blocks among which its shared memory is divided, 0 for
-    blocks_per_sm; more leave room for the next kernel's. max_workers, max_stages: limits, 0 for as many as fit. cluster:
-    blocks that share each row tile by way of their shared memory, 1 for a division of all tiles among all blocks.
+    blocks_per_sm; more leave room for the next kernel's. max_workers, max_stages: limits, 0 for as many as fit.
+    cluster: blocks that share each row tile by way of their shared memory, 1 for a division of all tiles among all.
     dependent: start before the kernel before this one has ended; the packed weight must not be what that one writes.
     """
 

@@ -107,6 +107,7 @@ struct WgmmaSums {
     const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const int weights = Tile::template weight_offset<F>(warp / 4 * Tile::kMTiles, 0, warp % 4);
     first = weights + word_offset(F::kBits, lane, 0), second = weights + word_offset(F::kBits, lane, 4);
+    if (Tile::kMTiles > 1) first = opaque(first), second = opaque(second);  // registers are short: else they spill
   }
 
   FPX_DEVICE void clear() {

@@ -214,6 +214,8 @@ FPX_DEVICE void take_registers() {
 #endif
 }
 
+FPX_DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // Loads that are begun where they stand, long before they are used.
 FPX_DEVICE float load_early(const float* from) {
   float v;
