@@ -147,7 +147,8 @@ int stages_that_fit(const DeviceState& s, const Variant& v, int sharers, int bes
   const int bytes = (s.shared_bytes + 1024) / sharers - 1024 - besides;
   const int most = kBulk ? kMaxStages : 4;
   const int stages = (bytes - v.fixed_bytes) / v.stage_bytes;
-  return bytes < v.fixed_bytes || stages < v.least_stages ? 0 : stages < most ? stages : most;
+  const int least = v.least_stages > 2 ? v.least_stages : 2;
+  return bytes < v.fixed_bytes || stages < least ? 0 : stages < most ? stages : most;
 }
 
 // What the blocks of a cluster but the first send to it.
@@ -279,7 +280,7 @@ int fpx_linear(const fpx_plan* plan, const void* packed, const void* x, const fl
   p.units = Divisor(units);
   p.cluster = plan->cluster < units ? plan->cluster : units;
   p.stages = stages_of_plan(*state, v, plan->sharers, p.cluster);
-  if (p.stages < 2) return cudaErrorInvalidConfiguration;
+  if (!p.stages) return cudaErrorInvalidConfiguration;
   if (plan->max_stages && p.stages > plan->max_stages)
     p.stages = plan->max_stages > v.least_stages ? plan->max_stages : v.least_stages;
   if (cudaError_t error = map_x(p, v)) return error;
