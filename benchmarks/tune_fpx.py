@@ -87,10 +87,17 @@ def pairs(items: list[Any]) -> list[tuple[Any, Any]]:
     return list(itertools.pairwise(items))
 
 
+def random_weights(args: argparse.Namespace, shape: tuple[int, int]) -> list[torch.Tensor]:
+    size = packed_bytes(KERNEL_FORMATS[args.format], *shape)
+    return [
+        torch.randint(0, args.byte_values, (size,), dtype=torch.uint8, device=DEVICE) for _ in range(copies_of(size))
+    ]
+
+
 def candidates(kernel: library.Library, out_features: int, batch: int) -> Iterator[library.Plan]:
-    """Plans worth timing: no tile of more than twice the batch, or that reads the weight more than 16 times."""
+    """Plans worth timing: no tile of more than twice the batch, or that reads the weight often where others do not."""
     for variant in kernel.variants:
-        if variant.batch > max(8, 2 * batch) or batch > 16 * variant.batch:
+        if variant.batch > max(8, 2 * batch) or min(batch, 256) > 4 * variant.batch:
             continue
         tiles = -(-out_features // variant.rows)
         clusters = [c for c in (2, 4) if batch <= 32 and c * tiles <= 300]  # so that all blocks run at once
@@ -104,35 +111,29 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     dtype, defines = getattr(torch, args.dtype), dict(d.split("=") for d in args.define)
     kernel = library.load(args.format, dtype, DEVICE, tuple(defines.items()))
     rows = []
-    for shape_name in args.shapes:
+    weights = {name: random_weights(args, SHAPES[name]) for name in args.shapes}
+    # Batch after batch, lest a large one of one shape heats the card before a small one of the next.
+    for batch, (shape_name, copies) in itertools.product(args.batches, weights.items()):
         shape = SHAPES[shape_name]
-        size = packed_bytes(KERNEL_FORMATS[args.format], *shape)
-        weights = [
-            torch.randint(0, args.byte_values, (size,), dtype=torch.uint8, device=DEVICE)
-            for _ in range(copies_of(size))
-        ]
         scale = torch.full((shape[0],), 0.01, device=DEVICE)
-        for batch in args.batches:
-            x = torch.randn(batch, shape[1], dtype=dtype, device=DEVICE)
-            row = {"shape": shape_name, "batch": batch}
-            found = []
-            for plan in candidates(kernel, shape[0], batch):
-                calls = [partial(kernel.linear, x, w, scale, None, shape[0], plan) for w in weights]
-                tile = list(plan.variant.tile)
-                us = time_us(calls, replays=5)
-                found.append(row | {"us": us, "tile": tile, "blocks": plan.blocks_per_sm, "cluster": plan.cluster})
-            if batch >= args.dense_from:
-                by_dense = partial(ops.by_dense_weight, kernel, x)
-                calls = [partial(by_dense, w, scale, None, args.format, shape[0]) for w in weights]
-                found.append(row | {"us": time_us(calls, replays=5), "tile": None, "blocks": 0, "cluster": 0})
-            found.sort(key=lambda f: f["us"])
-            print(f"{shape_name:>12} batch {batch:5}:", end="")
-            for f in found[:5]:
-                name = "x".join(map(str, f["tile"])) + f"/{f['blocks']},{f['cluster']}" if f["tile"] else "dense"
-                print(f"  {f['us']:7.1f} {name}", end="")
-            print(flush=True)
-            rows += found
-        del weights
+        x = torch.randn(batch, shape[1], dtype=dtype, device=DEVICE)
+        row = {"shape": shape_name, "batch": batch}
+        found = []
+        for plan in candidates(kernel, shape[0], batch):
+            us = time_us([partial(kernel.linear, x, w, scale, None, shape[0], plan) for w in copies], replays=5)
+            tile = list(plan.variant.tile)
+            found.append(row | {"us": us, "tile": tile, "blocks": plan.blocks_per_sm, "cluster": plan.cluster})
+        if batch >= args.dense_from:
+            by_dense = partial(ops.by_dense_weight, kernel, x)
+            us = time_us([partial(by_dense, w, scale, None, args.format, shape[0]) for w in copies], replays=5)
+            found.append(row | {"us": us, "tile": None, "blocks": 0, "cluster": 0})
+        found.sort(key=lambda f: f["us"])
+        print(f"{shape_name:>14} batch {batch:5}:", end="")
+        for f in found[:5]:
+            name = "x".join(map(str, f["tile"])) + f"/{f['blocks']},{f['cluster']}" if f["tile"] else "dense"
+            print(f"  {f['us']:7.1f} {name}", end="")
+        print(flush=True)
+        rows += found
     return {
         "format": args.format,
         "dtype": args.dtype,
@@ -145,14 +146,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(TUNED), metavar="SHAPE")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096])
     parser.add_argument("--format", choices=KERNEL_FORMATS, default="fp6_e3m2")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--name", default="fpx-tuning", help="the results file's name")
     parser.add_argument("--json", help="write here, not to benchmarks/results")
     parser.add_argument("--table", help="print the table of a results file instead of measuring", metavar="FILE")
     parser.add_argument("--define", nargs="+", default=[], metavar="NAME=VALUE", help="macros for the kernel")
-    parser.add_argument("--dense-from", type=int, default=256, help="time the dense weight from this batch")
+    parser.add_argument("--dense-from", type=int, default=1024, help="time the dense weight from this batch")
     parser.add_argument("--byte-values", type=int, default=256, help="packed bytes are random below this")
     args = parser.parse_args()
     if args.table:
