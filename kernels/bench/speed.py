@@ -175,21 +175,17 @@ def kernels_of(formats: Sequence[str]) -> dict[str, Kernel]:
 
 
 def measure(
-    shape: Shape,
     shape_name: str,
+    x: Tensor,
     batches: Sequence[int],
-    kernels: Mapping[str, Kernel],
-    dtype: torch.dtype,
-    device: torch.device,
+    rotations: Mapping[str, Rotation],
     modes: Mapping[str, Mode] | None = None,
 ) -> Iterator[Timing]:
-    """Times of all kernels for a shape, batch after batch, lest a large one heats the card before a small one.
+    """Times of kernels for one shape, batch after batch, lest a large one heats the card before a small one.
 
-    modes: contexts in which our own kernels are timed each, by what is added to their names.
+    x: [at least the largest batch, in]. modes: contexts in which our own kernels are timed each, by what is added to
+    their names.
     """
-    weight = random_weight(shape, dtype, device)
-    rotations = {name: kernel(weight) for name, kernel in kernels.items()}
-    x = torch.randn(max(batches), shape[1], dtype=dtype, device=device)
     plain: dict[str, Mode] = {"": nullcontext}
     for batch in batches:
         for name, rotation in rotations.items():
@@ -220,5 +216,8 @@ def bench(
     timings: list[Timing] = []
     names = list(shapes)
     for name in track(names, "measuring", len(names)):
-        timings += measure(shapes[name], name, batches, kernels_of(formats), kind, device)
+        weight = random_weight(shapes[name], kind, device)
+        rotations = {kernel: build(weight) for kernel, build in kernels_of(formats).items()}
+        x = torch.randn(max(batches), shapes[name][1], dtype=kind, device=device)
+        timings += measure(name, x, batches, rotations)
     return Report(torch.cuda.get_device_name(device), dtype, bandwidth, tuple(timings))

@@ -22,6 +22,7 @@ def copies_of(nbytes: int) -> int:
 
 def time_us(calls: Sequence[Callable[[], object]], replays: int = 7) -> float:
     """Microseconds a call, median over replays of a graph that makes each of the calls at least once, in turn."""
+    torch.cuda.synchronize()  # weights have been written: dependent launch reads them early
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
