@@ -144,6 +144,12 @@ def main_section(run: Run) -> None:
     means = ((k, b, speed.relative(timings, k, b, shapes)) for k in kernels for b in run.args.batches)
     run.results["relative_to_cublas"] = {f"{k} @ {b}": mean for k, b, mean in means if mean is not None}
     run.results["mean_over"] = list(shapes)
+    us = {(t.kernel, t.shape, t.batch): t.us for t in timings}
+    run.results["humming_time_over_ours"] = {
+        f"{shape}{mode} @ {batch}": us[f"humming{mode}", shape, batch] / us[FP6 + mode, shape, batch]
+        for mode, shape, batch in itertools.product(MODES, shapes, run.args.batches)
+        if (f"humming{mode}", shape, batch) in us
+    }
     console.print(means_table(timings, shapes))
 
 

@@ -67,6 +67,13 @@ def compile_all(
 
     schema = BaseWeightSchema.from_config({"quant_method": "humming"} | WEIGHTS[name])
     configs = [prepare_layer_config(*shape, schema, torch_dtype=dtype, device=device) for shape in shapes]
+    try:
+        compiled(configs[0], batches[0], modes[0], device)
+    except Exception as error:
+        if "HUMMING_COMPILER" in os.environ:
+            raise
+        print(f"humming's NVRTC fails, so it uses nvcc: {error}")
+        os.environ["HUMMING_COMPILER"] = "nvcc"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(compiled, c, b, m, device) for c in configs for b in batches for m in modes]
     for job in jobs:
