@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -253,6 +254,57 @@ def export(
         target = out or directory.resolve().with_name(f"{directory.resolve().name}-{to}")
         written = api.export(directory, target, to=to, dtype=dtype, overwrite=overwrite)
         stdout.print(f"written to {written}")
+
+
+@app.command()
+def bench(
+    shapes: Annotated[
+        str, typer.Option(help="Comma-separated: models (llama-2-7b, llama-3-8b, opt-30b, ...), layers, or OUTxIN.")
+    ] = "llama-2-7b",
+    batches: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "1,8,16,32,64,128,256,1024,4096",
+    formats: Annotated[str, typer.Option(help="Comma-separated: fp6, fp5, fp8, fp6_e2m3, fp5_e3m1.")] = "fp6",
+    dtype: Annotated[str, typer.Option(help="Of activations: float16 or bfloat16.")] = "float16",
+    plot: Annotated[
+        Path | None, typer.Option(callback=_file_place, help="Also plot speed against batch: .png, .svg or .pdf.")
+    ] = None,
+    json_to: Json = None,
+) -> None:
+    """Time linear layers in the kernels' formats beside cuBLAS, on this machine's GPU."""
+    with quiet():
+        from fpquant.kernels.bench.shapes import parse_shapes
+        from fpquant.kernels.bench.speed import bench as measure
+        from fpquant.kernels.bench.speed import format_named
+        from fpquant.report import speed
+
+        sizes = parse_shapes(_listed(shapes, "shapes"))
+        numbers = [_batch(b) for b in _listed(batches, "batches")]
+        names = [format_named(f) for f in _listed(formats, "formats")]
+        if plot is not None:
+            speed.check_plot(plot)
+        report = measure(sizes, numbers, names, dtype, track=track)
+        head = f"{report.device}, {dtype}: reads {report.bandwidth / 1e12:.2f} TB/s"
+        tables = [
+            speed.shape_table(name, f"{name} [{out} x {in_}]", report.timings, report.bandwidth)
+            for name, (out, in_) in sizes.items()
+        ]
+        means = [speed.means_table(report.timings, list(sizes))] if len(sizes) > 1 else []
+        _show([head, *tables, *means], report.to_dict(), json_to)
+        if plot is not None:
+            speed.plot(report.timings, f"{report.device}, {dtype}", plot)
+            stderr.print(f"plot written to {plot}")
+
+
+def _listed(text: str, name: str) -> list[str]:
+    items = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not items:
+        raise FpquantError(f"--{name} must list at least one, separated by commas, got {text!r}")
+    return items
+
+
+def _batch(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,5}", text):
+        raise FpquantError(f"a batch must be a whole number from 1 to 999999, got {text!r}")
+    return int(text)
 
 
 def _show(tables: Iterable[Any], record: dict[str, Any], json_to: str | None) -> None:

@@ -217,6 +217,55 @@ def test_what_is_no_command_line(arguments, says, fault):
     fault(*arguments, says=says)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--shapes", "llama-2-7", "did you mean 'llama-2-7b'"),
+        ("--shapes", "0x64", "got '0x64'"),
+        ("--shapes", ",", "--shapes must list at least one"),
+        ("--batches", "1,0", "from 1 to 999999, got '0'"),
+        ("--formats", "fp4", "unknown kernel format 'fp4'"),
+        ("--dtype", "float32", "choices: bfloat16, float16"),
+        ("--plot", "speed.gif", "name it .png, .svg or .pdf"),
+        ("--json", ".", "it is a directory"),
+        ("--formats", "fp6", "needs an NVIDIA GPU"),
+    ],
+)
+def test_benchmarks_that_cannot_be(option, value, says, fault, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fault("bench", option, value, says=says)
+
+
+def test_a_benchmark_without_a_compiler_says_how_to_get_one(fault, monkeypatch):
+    from fpquant.kernels import build
+    from fpquant.kernels.bench import speed
+
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(speed, "cuda_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    fault("bench", says="pip install 'cuda-toolkit")
+
+
+def test_a_benchmark_shows_tables_and_writes_its_record_and_plot(command, here, monkeypatch):
+    from fpquant.kernels.bench import speed
+
+    times = (speed.Timing("64x64", "cublas", 8, 12.0, 8192), speed.Timing("64x64", "fp6_e3m2", 8, 5.0, 3072))
+    asked = []
+
+    def bench(*arguments, track):
+        asked.append(arguments)
+        return speed.Report("a card", "float16", 4e12, times)
+
+    monkeypatch.setattr(speed, "bench", bench)
+    arguments = ["--shapes", "64x64", "--batches", "8", "--formats", "fp6,fp5"]
+    done = command("bench", *arguments, "--json", "speed.json", "--plot", "speed.svg")
+    assert done.code == 0 and "plot written to speed.svg" in done.err
+    assert asked == [({"64x64": (64, 64)}, [8], ["fp6_e3m2", "fp5_e2m2"], "float16")]
+    assert "a card, float16: reads 4.00 TB/s" in done.out and "2.40" in done.out
+    assert json.loads((here / "speed.json").read_text())["times"][1]["speedup"] == pytest.approx(2.4)
+    assert "<svg" in (here / "speed.svg").read_text()
+
+
 SETTINGS = [
     ("--ratio", "-0.1", "from 0"),
     ("--ratio", "1.01", "got 1.01"),

@@ -1,0 +1,1 @@
+"""How fast the kernels are on this GPU: what `fpquant bench` measures."""
