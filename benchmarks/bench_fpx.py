@@ -252,6 +252,7 @@ def main() -> None:
     args = arguments()
     try:
         run = Run(args, speed.cuda_device())
+        torch.manual_seed(0)
         run.prepare()
     except FpquantError as error:
         raise SystemExit(f"error: {error}") from error

@@ -78,12 +78,13 @@ def plot(timings: Sequence[Timing], title: str, path: Path) -> None:
                 panel.plot(*zip(*points, strict=True), marker="o", markersize=3, color=f"C{i}", label=kernel)
         panel.axhline(1, color="0.5", linewidth=1)
         panel.set_xscale("log", base=2)
-        panel.set_xticks(batches, [str(b) for b in batches], fontsize=8)
+        panel.set_xticks(batches, [str(b) for b in batches], fontsize=7)
         panel.minorticks_off()
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         panel.set_title(shape)
-    figure.supxlabel("batch")
+    for panel in panels[-1]:
+        panel.set_xlabel("batch")
     figure.supylabel("speed relative to cuBLAS")
     figure.suptitle(title)
     handles = {label: line for p in panels.flat for line, label in zip(*p.get_legend_handles_labels(), strict=True)}
