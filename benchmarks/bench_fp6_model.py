@@ -3,8 +3,8 @@
     python benchmarks/bench_fp6_model.py [--model demo] [--dataset vital-articles] [--limit 20]
 
 For float16 and bfloat16: perplexity and a greedy continuation both ways, beside the perplexity in float32. Fails where
-the two ways differ by more than 1e-3 of their value; PyTorch rounds each weight to the dtype, the kernel does not. Needs
-a GPU; --device cpu tries the script itself, with the kernel's reference.
+the two ways differ by more than 1e-3 of their value; PyTorch rounds each weight to the dtype, the kernel does not.
+Needs a GPU; --device cpu tries the script itself, with the kernel's reference.
 """
 
 from __future__ import annotations
