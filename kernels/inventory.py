@@ -72,7 +72,8 @@ def build_all(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(_build, *key) for key in product(chosen, types, targets)]
         try:
-            done = [job.result() for job in track(as_completed(jobs), "Compiling", len(jobs))]
+            # A failure arises under the progress bar, which ends with it.
+            done = list(track((job.result() for job in as_completed(jobs)), "Compiling", len(jobs)))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
