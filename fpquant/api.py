@@ -35,7 +35,7 @@ from fpquant.calibration.sensitivity import (
 from fpquant.errors import FpquantError
 from fpquant.evaluation.perplexity import perplexity
 from fpquant.evaluation.records import Result
-from fpquant.linear import QuantLinear
+from fpquant.linear import QuantLinear, prepack_on_gpu
 from fpquant.models import LoadedModel, Skipped, find_modules, load_model, pick_device
 from fpquant.packing import BlockMixedTensor
 from fpquant.progress import Track, no_progress
@@ -175,6 +175,7 @@ def quantize(
     specs = {n: checkpoint.ModuleSpec(t.shape, t.high_blocks) for n, t in packed.items()}
     config = checkpoint.quantization_config(specs, recipe.weights, settings)
     _attach(model, config)
+    prepack_on_gpu(model)
     summary = _summary(loaded, recipe, packed, skipped)
     summary["ratio_achieved"] = None if assignment is None else assignment.ratio
     summary["threshold"] = settings["threshold"]

@@ -307,6 +307,43 @@ def _batch(text: str) -> int:
     return int(text)
 
 
+kernels = typer.Typer(help="The compiled kernels: what there is, and building them ahead of use.", no_args_is_help=True)
+app.add_typer(kernels, name="kernels")
+
+
+@kernels.command("info")
+def kernels_info(json_to: Json = None) -> None:
+    """Show GPUs, compiler and cache, which kernels are built, and what runs instead where there is none."""
+    from fpquant.kernels.inventory import info
+    from fpquant.report.tables import kernels_tables
+
+    found = info()
+    _show(kernels_tables(found), found, json_to)
+
+
+@kernels.command("build")
+def kernels_build(
+    format: Annotated[
+        list[str] | None, typer.Option(help="fp6, fp6_e2m3, fp5, fp5_e3m1 or fp8 (repeatable). [default: all]")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="float16 or bfloat16 (repeatable). [default: both]")] = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="80, 89, 90a, ... (repeatable); needs no GPU. [default: those of the GPUs here]"),
+    ] = None,
+    json_to: Json = None,
+) -> None:
+    """Compile the kernels now, side by side, and not when they are first used."""
+    from fpquant.kernels.inventory import build_all
+    from fpquant.report.tables import built_table
+
+    start = time.perf_counter()
+    built = build_all(format or (), dtype or (), arch or (), track)
+    seconds = time.perf_counter() - start
+    record = [{**vars(b), "path": str(b.path), "bytes": b.path.stat().st_size} for b in built]
+    _show([built_table(record, seconds)], {"seconds": seconds, "libraries": record}, json_to)
+
+
 def _show(tables: Iterable[Any], record: dict[str, Any], json_to: str | None) -> None:
     """Tables on stdout, and the record to the file that --json names; with `-` the record on stdout and no tables."""
     text = json.dumps(record, indent=2)

@@ -1,4 +1,10 @@
-"""QuantLinear: the runtime module, a linear layer whose weight stays packed."""
+"""QuantLinear: the runtime module, a linear layer whose weight stays packed.
+
+Its weight has one of two forms, in one copy. The checkpoint's streams are one-dimensional, and PyTorch decodes them at
+each use. Prepacked, in the layout of TC-FPx, `weight` is [strips of 64 outputs, bytes of a strip], and a scale a tensor
+is repeated for each output, as the kernel wants it. The number of dimensions is the mark: it goes with the tensor
+wherever that is copied, pickled or offloaded. What leaves the module (`packed`, its state) is always streams.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpquant.kernels import reference
+from fpquant.kernels import ops, reference
+from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS, STRIP_ROWS
 from fpquant.packing import STREAMS, BlockMixedTensor, stream_sizes, unpack
 from fpquant.schemes import Pair, block_count
 
@@ -22,6 +29,9 @@ class QuantLinear(nn.Linear):
     """
 
     _is_hf_initialized = True  # or transformers fills offloaded streams with random numbers, which bytes refuse
+
+    weight_scale: Tensor | None
+    weight_global_scale: Tensor | None
 
     def __init__(
         self,
@@ -60,13 +70,64 @@ class QuantLinear(nn.Linear):
 
     @property
     def packed(self) -> BlockMixedTensor:
-        """The weight as a BlockMixedTensor over this module's parameters."""
+        """The weight as a BlockMixedTensor: over this module's parameters, or over copies where it is prepacked."""
         streams: dict[str, Any] = {name: getattr(self, name) for name in STREAMS}
+        if self.is_prepacked:
+            streams |= self._unprepacked()
         return BlockMixedTensor(shape=(self.out_features, self.in_features), pair=self.pair, **streams)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in], each value rounded once to `dtype`."""
         return unpack(self.packed, dtype)
+
+    @property
+    def is_prepacked(self) -> bool:
+        return self.weight.dim() == 2
+
+    def prepack_(self) -> QuantLinear:
+        """Put the weight in the kernel's layout, on the device it is on; the streams are dropped.
+
+        Leaves as it is what has no kernel (a pair of two schemes, formats without one), and weights that are offloaded:
+        those come and go as streams.
+        """
+        if not self._has_layout or self.is_prepacked or self.weight.is_meta or _is_offloaded(self):
+            return self
+        with torch.inference_mode(False):  # or the parameters could not be saved for a backward pass
+            packed = torch.ops.fpquant.fpx_prepack(self.weight.detach(), *self._kernel_shape)
+            self.weight = nn.Parameter(packed.reshape(-(-self.out_features // STRIP_ROWS), -1), requires_grad=False)
+            if (scale := self.weight_global_scale) is not None:  # (4 code) * (s/4) is code * s, to the bit
+                self.weight_global_scale = nn.Parameter(scale.repeat(self.out_features), requires_grad=False)
+        return self
+
+    def prepack_on_gpu_(self) -> QuantLinear:
+        """prepack_ where that pays: on a GPU whose kernel is compiled or can be."""
+        if self.weight.is_cuda and self._has_layout and ops.has_kernel(self.pair.low.format.name, self.weight.device):
+            self.prepack_()
+        return self
+
+    def unprepack_(self) -> QuantLinear:
+        """The inverse of prepack_: parameters are the checkpoint's streams again."""
+        if self.is_prepacked:
+            with torch.inference_mode(False):
+                for name, stream in self._unprepacked().items():
+                    setattr(self, name, nn.Parameter(stream, requires_grad=False))
+        return self
+
+    @property
+    def _has_layout(self) -> bool:
+        return self.pair.is_uniform and self.pair.low.format.name in KERNEL_FORMATS
+
+    @property
+    def _kernel_shape(self) -> tuple[str, int, int]:
+        """What the kernel's operators are told of the weight."""
+        return self.pair.low.format.name, self.out_features, self.in_features
+
+    def _unprepacked(self) -> dict[str, Tensor]:
+        """The streams that differ from the parameters while those are prepacked."""
+        streams = {"weight": torch.ops.fpquant.fpx_unprepack(self.weight.detach().flatten(), *self._kernel_shape)}
+        if self.weight_global_scale is not None:
+            streams["weight_global_scale"] = self.weight_global_scale.detach()[:1].clone()
+        return streams
 
     def cache_dense(self, dtype: torch.dtype | None) -> None:
         """Keep the dense weight in `dtype` for faster forward passes, at the price of memory; None drops it."""
@@ -85,10 +146,18 @@ class QuantLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self._dense is not None and self._dense.dtype == x.dtype:
             return nn.functional.linear(x, self._dense, self.bias)
+        if self.is_prepacked and x.dtype in (torch.float16, torch.bfloat16):
+            scale = self.weight_scale if self.weight_global_scale is None else self.weight_global_scale
+            return torch.ops.fpquant.fpx_linear(x, self.weight.flatten(), scale, self.bias, *self._kernel_shape)
         return reference.linear(x, self.packed, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """Moves like any module, but scales stay fp32 whatever dtype is asked for (FP16 scales would lose digits)."""
+        """Moves like any module, but scales stay fp32 whatever dtype is asked for (FP16 scales would lose digits).
+
+        The weight moves as streams. On arriving at a GPU it is prepacked; on one device it stays as it is.
+        """
+        was_prepacked, before = self.is_prepacked, self.weight.device
+        self.unprepack_()
         # .detach(): the base class may swap the data under the same Parameter
         scales = {n: t.detach() for n in STREAMS if (t := getattr(self, n)) is not None and t.dtype == torch.float32}
         super()._apply(fn, recurse)
@@ -98,13 +167,36 @@ class QuantLinear(nn.Linear):
         if self._dense is not None:
             moved = fn(self._dense)
             self._dense = moved if moved.dtype == self._dense.dtype else None  # or it would be rounded twice
-        return self
+        if self.weight.device == before:
+            return self.prepack_() if was_prepacked else self
+        return self if before.type == "meta" else self.prepack_on_gpu_()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_prepacked:
+            destination |= {prefix + name: stream for name, stream in self._unprepacked().items()}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._dense = None
+        was_prepacked, self._dense = self.is_prepacked, None
+        self.unprepack_()
         super()._load_from_state_dict(*args, **kwargs)
+        if was_prepacked:
+            self.prepack_()
 
     def extra_repr(self) -> str:
         blocks = self.out_features * block_count(self.in_features)
         share = f", high={self.high_blocks / blocks:.1%}" if self.pair.high else ""
         return f"{self.in_features}, {self.out_features}, {self.pair.name}{share}, bias={self.bias is not None}"
+
+
+def prepack_on_gpu(model: nn.Module) -> None:
+    """prepack_on_gpu_ of every QuantLinear of a model."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.prepack_on_gpu_()
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate brings this module's parameters for each forward pass and takes them away again."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))

@@ -2,8 +2,8 @@
 
 A kernel is a shared library with a C interface that is called through ctypes: it knows nothing of torch, so it is built
 by nvcc alone in seconds and serves every version of torch. The cache is keyed by the sources, the options (which name
-the architecture) and the compiler's version. Most people have a CUDA build of torch and no nvcc: pip's
-`cuda-toolkit[nvcc,cudart,cccl]` is found too.
+the architecture) and the compiler's version. Most people have a CUDA build of torch and no nvcc: that of the extra
+`cuda`, which pip installs, is found too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fpquant.errors import FpquantError
 OLDEST = (8, 0)
 """The first compute capability with asynchronous copies and BF16, which the kernels need."""
 
-INSTALL = "pip install 'cuda-toolkit[nvcc,cudart,cccl]' brings one; FPQUANT_NVCC names one elsewhere"
+INSTALL = "pip install 'fpquant[cuda]' brings one; FPQUANT_NVCC names one elsewhere"
 
 _locks: dict[Path, threading.Lock] = {}
 
@@ -57,8 +57,12 @@ def architecture(device: torch.device) -> str:
     if capability < OLDEST:
         name, got = torch.cuda.get_device_name(device), ".".join(map(str, capability))
         raise KernelUnavailable(f"the kernels need compute capability 8.0 or newer, {name} has {got}")
-    number = "".join(map(str, capability))
-    return "90a" if number == "90" else number
+    return architecture_of(*capability)
+
+
+def architecture_of(major: int, minor: int) -> str:
+    """What nvcc calls a compute capability, with the instructions of Hopper's own."""
+    return "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
 
 
 def command(nvcc: Path, sources: Sequence[Path], arch: str, defines: dict[str, str], out: Path) -> list[str]:
@@ -92,21 +96,30 @@ def build(name: str, folder: Path, arch: str, defines: dict[str, str]) -> Path:
         raise KernelUnavailable(
             f"the kernels are compiled on first use, and there is no CUDA compiler (nvcc); {INSTALL}"
         )
-    sources = sorted(folder.glob("*.cu"))
-    digest = hashlib.sha256(_version(nvcc).encode())
-    for file in sorted([*sources, *folder.glob("*.cuh")]):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    digest.update(" ".join(command(Path("nvcc"), [], arch, defines, Path())).encode())
-    target = cache_dir() / "kernels" / f"{name}-sm_{arch}-{digest.hexdigest()[:16]}.so"
+    target = target_of(nvcc, name, folder, arch, defines)
     with _locks.setdefault(target, threading.Lock()):
         if not target.exists():
             with written_whole(target) as temporary:
-                _run(command(nvcc, sources, arch, defines, temporary))
+                _run(command(nvcc, _sources(folder), arch, defines, temporary))
     return target
 
 
+def target_of(nvcc: Path, name: str, folder: Path, arch: str, defines: dict[str, str]) -> Path:
+    """Where `build` keeps a library; the name changes with all that it is made from."""
+    digest = hashlib.sha256(version(nvcc).encode())
+    for file in sorted([*_sources(folder), *folder.glob("*.cuh")]):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    digest.update(" ".join(command(Path("nvcc"), [], arch, defines, Path())).encode())
+    return cache_dir() / "kernels" / f"{name}-sm_{arch}-{digest.hexdigest()[:16]}.so"
+
+
+def _sources(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.cu"))
+
+
 @functools.cache
-def _version(nvcc: Path) -> str:
+def version(nvcc: Path) -> str:
+    """What a compiler says of its version. Raises KernelUnavailable where it does not run."""
     return _run([str(nvcc), "--version"])
 
 

@@ -286,6 +286,11 @@ def _for_copies(x: Tensor) -> Tensor:
     return x
 
 
+def has_kernel(format: str, device: torch.device) -> bool:
+    """Whether there is a kernel for a format on a CUDA device; it is compiled now if it is not in the cache."""
+    return _kernel(format, torch.float16, device) is not None
+
+
 @functools.cache
 def _kernel(format: str, dtype: torch.dtype, device: torch.device) -> tc_fpx.Library | None:
     """The compiled kernel, or None where it cannot be had, which is said once."""

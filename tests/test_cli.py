@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 import fpquant
 from fpquant import api, checkpoint, cli, hub
 from fpquant.errors import FpquantError
+from fpquant.kernels import build
 
 MAIN = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job starts without
@@ -196,6 +197,101 @@ def test_a_full_stdout_is_one_line(quantized):
         command = [sys.executable, "-P", "-c", MAIN, "verify", str(quantized), "--json", "-"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert_fault(Done(done.returncode, "", done.stderr))
+
+
+# --- Kernels ---
+
+
+@pytest.fixture
+def nvcc(tmp_path, monkeypatch):
+    """A compiler that writes its arguments instead of a library, and fails for BFloat16 where the file `no` is."""
+    path = tmp_path / "nvcc"
+    path.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = --version ] && echo "Cuda compilation tools, release 13.0, V13.0.88" && exit\n'
+        'case "$*" in *BFloat16*) [ -e no ] && echo "no such luck" >&2 && exit 3;; esac\n'
+        'for last; do :; done\necho "$*" > "$last"\n'
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("FPQUANT_NVCC", str(path))
+    return path
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def test_kernels_are_built_ahead_and_listed(command, nvcc, no_gpu):
+    arguments = ["kernels", "build", "--arch", "90", "--arch", "sm_80", "--format", "fp6", "--format", "fp8"]
+    done = command(*arguments, "--json", "record.json")
+    assert done.code == 0
+    assert re.search(r"fp8_e4m3, bfloat16, sm_80", done.out)
+    assert re.search(r"Compiling .* 8/8", done.err)
+    built = json.loads(Path("record.json").read_text())["libraries"]
+    assert [(b["format"], b["dtype"], b["arch"]) for b in built][:3] == [
+        ("fp6_e3m2", "float16", "90a"),
+        ("fp6_e3m2", "bfloat16", "90a"),
+        ("fp8_e4m3", "float16", "90a"),
+    ]
+    for b in built:
+        said = Path(b["path"]).read_text()
+        assert f"arch=compute_{b['arch']},code=sm_{b['arch']}" in said and b["seconds"] > 0
+        assert {"float16": "Half", "bfloat16": "BFloat16"}[b["dtype"]] in said
+    done = command(*arguments)
+    assert done.out.count("in the cache") == 8
+
+    found = json.loads(command("kernels", "info", "--json", "-").out)
+    assert found["compiler"] == {"path": str(nvcc), "version": "13.0.88"} and found["gpus"] == []
+    assert {b["path"] for b in built} == {lib["path"] for lib in found["libraries"] if lib["built"]}
+    assert len(found["libraries"]) == 2 * 5 * 2
+    shown = command("kernels", "info").out
+    assert "nvcc 13.0.88" in shown and "on first use" in shown and "built for sm_90a" in shown
+
+
+def test_info_says_what_runs_on_a_gpu_and_why(command, nvcc, monkeypatch):
+    capabilities = [(9, 0), (7, 5)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    first, second = json.loads(command("kernels", "info", "--json", "-").out)["gpus"]
+    assert (first["arch"], first["runs"], first["reason"]) == ("90a", "kernel", None)
+    assert (second["arch"], second["runs"]) == (None, "pytorch")
+    assert "PyTorch instead: the kernels need compute capability 8.0 or newer, card 1 has 7.5" in " ".join(
+        command("kernels", "info").out.split()
+    )
+    nvcc.unlink()
+    build.version.cache_clear()
+    found = json.loads(command("kernels", "info", "--json", "-").out)
+    assert found["compiler"] is None and found["libraries"] == []
+    assert found["gpus"][0]["runs"] == "pytorch" and "fpquant[cuda]" in found["gpus"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "no GPU here to build for; name an architecture"),
+        (["--arch", "75"], "arch must be 80 or newer"),
+        (["--arch", "hopper"], "arch must be 80 or newer"),
+        (["--arch", "80", "--format", "fp7"], "unknown kernel format 'fp7'; did you mean"),
+        (["--arch", "80", "--dtype", "float32"], "unknown dtype 'float32'"),
+    ],
+    ids=["no GPU", "old", "name", "format", "dtype"],
+)
+def test_kernels_that_cannot_be(arguments, says, fault, nvcc, no_gpu):
+    fault("kernels", "build", *arguments, says=says)
+
+
+def test_a_compiler_that_fails_or_is_missing_is_one_line(command, nvcc, here):
+    (here / "no").touch()
+    done = command("kernels", "build", "--arch", "80", "--format", "fp6")
+    assert_fault(done)
+    assert "nvcc failed with code 3: no such luck" in done.err
+    nvcc.unlink()
+    build.version.cache_clear()
+    done = command("kernels", "build", "--arch", "80")
+    assert_fault(done)
+    assert "cannot run" in done.err and "fpquant[cuda]" in done.err
 
 
 # --- What the user types ---

@@ -36,7 +36,7 @@ class FpQuantConfig(QuantizationConfigMixin):
 
 @register_quantizer(QUANT_METHOD)
 class FpQuantQuantizer(HfQuantizer):
-    """Puts QuantLinears in place before the weights are loaded, and checks them after."""
+    """Puts QuantLinears in place before the weights are loaded; after that checks them, and prepacks them on a GPU."""
 
     requires_calibration = True
     quantization_config: FpQuantConfig
@@ -61,6 +61,7 @@ class FpQuantQuantizer(HfQuantizer):
             module.freeze()
             if not any(t.is_meta for t in module.packed.streams.values()):
                 check(module.packed, name)
+                module.prepack_on_gpu_()
         return model
 
     def is_serializable(self) -> bool:

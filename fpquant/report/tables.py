@@ -83,6 +83,42 @@ def shares_table(found: Shares) -> Table:
     return grid(("layer", *(k.rsplit(".", 1)[-1] for k in kinds), "all"), rows, title="blocks in high precision (%)")
 
 
+def kernels_tables(found: Mapping[str, Any]) -> list[Table]:
+    """What `fpquant kernels info` says of kernels.inventory.info()."""
+    rows = []
+    for gpu in found["gpus"]:
+        runs = f"the kernel for sm_{gpu['arch']}" if gpu["runs"] == "kernel" else f"PyTorch instead: {gpu['reason']}"
+        rows.append(("GPU", f"{gpu['name']}, compute capability {gpu['compute_capability']}: {runs}"))
+    if not rows:
+        rows.append(("GPU", "none that torch can use: everything runs in PyTorch on the CPU"))
+    compiler = found["compiler"]
+    rows.append(("compiler", f"nvcc {compiler['version']}, {compiler['path']}" if compiler else found["problem"]))
+    rows.append(("cache", found["cache"]))
+    tables, libraries = [facts(rows)], found["libraries"]
+    for arch in dict.fromkeys(lib["arch"] for lib in libraries):
+        cells: dict[str, dict[str, str]] = {}
+        for lib in libraries:
+            if lib["arch"] == arch:
+                cells.setdefault(lib["format"], {})[lib["dtype"]] = "yes" if lib["built"] else "on first use"
+        types = list(next(iter(cells.values())))
+        lines = [[name, *(by_type[t] for t in types)] for name, by_type in cells.items()]
+        tables.append(grid(("format", *types), lines, title=f"built for sm_{arch}"))
+    return tables
+
+
+def built_table(libraries: Iterable[Mapping[str, Any]], seconds: float) -> Table:
+    """What `fpquant kernels build` has built or found."""
+    rows = [
+        (
+            f"{lib['format']}, {lib['dtype']}, sm_{lib['arch']}",
+            size(lib["bytes"]),
+            f"{lib['seconds']:.1f}" if lib["seconds"] else "in the cache",
+        )
+        for lib in libraries
+    ]
+    return grid(("kernel", "size", "seconds"), rows, title=f"kernels, in {seconds:.1f} s")
+
+
 def size(count: float) -> str:
     """Bytes for people: 1.5 GB."""
     for unit in ("B", "KB", "MB"):

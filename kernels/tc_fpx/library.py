@@ -221,10 +221,16 @@ def load(
     """
     if dtype not in C_TYPES:
         raise FpquantError(f"x must be float16 or bfloat16 on a GPU, got {dtype}; convert it with x.half()")
-    arch, folder = architecture(device), Path(__file__).parent
+    return Library(build(*build_arguments(format_name, dtype, architecture(device), defines)))
+
+
+def build_arguments(
+    format_name: str, dtype: torch.dtype, arch: str, defines: tuple[tuple[str, str], ...] = ()
+) -> tuple[str, Path, str, dict[str, str]]:
+    """What build.build is told of the kernel for a format, a type of x and an architecture."""
     element = KERNEL_FORMATS[format_name].name.split("_")[1].upper()
     name = f"tc_fpx-{element}-{C_TYPES[dtype]}".lower()
-    return Library(build(name, folder, arch, {"FPX_FORMAT": element, "FPX_TYPE": C_TYPES[dtype]} | dict(defines)))
+    return name, Path(__file__).parent, arch, {"FPX_FORMAT": element, "FPX_TYPE": C_TYPES[dtype]} | dict(defines)
 
 
 def load_all(device: torch.device) -> dict[tuple[str, torch.dtype], Library]:

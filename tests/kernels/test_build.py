@@ -60,7 +60,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
 
 def test_without_a_compiler_the_message_says_how_to_get_one(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
-    with pytest.raises(KernelUnavailable, match=r"no CUDA compiler \(nvcc\); pip install 'cuda-toolkit\[nvcc"):
+    with pytest.raises(KernelUnavailable, match=r"no CUDA compiler \(nvcc\); pip install 'fpquant\[cuda\]'"):
         build.build("test", tmp_path, "80", {})
 
 
