@@ -339,7 +339,7 @@ def test_a_benchmark_without_a_compiler_says_how_to_get_one(fault, monkeypatch):
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     monkeypatch.setattr(speed, "cuda_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    fault("bench", says="pip install 'cuda-toolkit")
+    fault("bench", says="pip install 'fpquant[cuda]'")
 
 
 def test_a_benchmark_shows_tables_and_writes_its_record_and_plot(command, here, monkeypatch):
