@@ -34,7 +34,7 @@ def short_name(mangled: str) -> str:
     if tile := TILE.search(mangled):
         numbers = ", ".join(re.findall(r"Li(\d+)E", tile[2]))
         return f"{tile[1]}<{numbers}>"
-    base = next(n for n in ("repack", "dequantize", mangled) if n in mangled)
+    base = next(n for n in ("dequantize", "repackILb", mangled) if n in mangled).removesuffix("ILb")
     return base + ("<inverse>" if "Lb1E" in mangled else "")
 
 
