@@ -172,7 +172,8 @@ def _hub_reader(repository: str, name: str, split: str) -> Callable[[], list[str
                 datasets.load_dataset_builder(repository, name)
         except Exception as error:
             raise FpquantError(
-                f"data set {repository} {name} is not in the local cache and {silence}; {_WAYS}"
+                f"data set {repository} {name} is not in the local cache and {silence}; "
+                "give a .txt, .parquet or .jsonl file in UTF-8 or `vital-articles` with --dataset"
             ) from error
     return read
 

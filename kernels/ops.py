@@ -7,6 +7,7 @@ cannot be had (said once). Weights are in the kernels' layout, see `fpx_prepack`
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import warnings
 from collections.abc import Iterator
@@ -155,7 +156,7 @@ def _linear_cuda(
 ) -> Tensor:
     _check_linear(x, packed, scale, bias, format, out_features, in_features)
     rows = x.reshape(-1, in_features)
-    packed, scale = _aligned(packed), scale.contiguous()
+    given, packed, scale = packed, _aligned(packed), scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     with torch.cuda.device(x.device):
         kernel = _kernel(format, x.dtype, x.device)
@@ -164,12 +165,13 @@ def _linear_cuda(
         elif rows.numel() == 0 or out_features == 0:
             y = x.new_zeros(rows.shape[0], out_features)
         else:
-            plan = tc_fpx.plan(kernel, out_features, in_features, rows.shape[0], _dependent)
+            early = _dependent.get() and packed is given  # a copy is just being written
+            plan = tc_fpx.plan(kernel, out_features, in_features, rows.shape[0], early)
             y = kernel.linear(_for_copies(rows), packed, scale, bias, out_features, plan)
     return y.reshape(*x.shape[:-1], out_features)
 
 
-_dependent = False
+_dependent: contextvars.ContextVar[bool] = contextvars.ContextVar("dependent", default=False)
 
 
 @contextlib.contextmanager
@@ -179,12 +181,11 @@ def dependent_launch(on: bool = True) -> Iterator[None]:
     Saves 1 to 4 microseconds a call. That kernel must not be the one that writes the packed weight: synchronize after
     loading or moving weights, once. Everything else (x, bias, y, scratch memory) is touched only after it has ended.
     """
-    global _dependent
-    before, _dependent = _dependent, on
+    token = _dependent.set(on)
     try:
         yield
     finally:
-        _dependent = before
+        _dependent.reset(token)
 
 
 def by_dense_weight(
@@ -274,7 +275,9 @@ def _check_linear(
 
 def _aligned(tensor: Tensor) -> Tensor:
     """Contiguous and aligned to 16 bytes: the same tensor or a copy."""
-    return tensor.contiguous() if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.data_ptr() % 16:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _for_copies(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fpquant.errors import FpquantError
-from fpquant.kernels.build import architecture, build
+from fpquant.kernels.build import KernelUnavailable, architecture, build
 from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS
 
 C_TYPES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
@@ -146,6 +146,15 @@ class Library:
         self._check(max(0, -stages))
         return stages
 
+    def check_device(self) -> None:
+        """Raises KernelUnavailable where the current device cannot run what was compiled."""
+        if (sets := self._c.fpx_free_counter_sets()) < 0:
+            reason = self._c.fpx_error(-sets).decode()
+            raise KernelUnavailable(
+                f"the compiled kernel does not run here ({reason}); "
+                "update the driver, or install a CUDA compiler that is not newer than it"
+            )
+
     def free_counter_sets(self) -> int:
         """How many more streams and graphs can have counters of their own on the current device."""
         return self._c.fpx_free_counter_sets()
@@ -221,7 +230,10 @@ def load(
     """
     if dtype not in C_TYPES:
         raise FpquantError(f"x must be float16 or bfloat16 on a GPU, got {dtype}; convert it with x.half()")
-    return Library(build(*build_arguments(format_name, dtype, architecture(device), defines)))
+    library = Library(build(*build_arguments(format_name, dtype, architecture(device), defines)))
+    with torch.cuda.device(device):
+        library.check_device()
+    return library
 
 
 def build_arguments(

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from fpquant.kernels import build
 from fpquant.kernels.build import KernelUnavailable
@@ -80,3 +81,12 @@ def test_pips_compiler_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     assert build.find_nvcc() == nvcc
+
+
+@needs_nvcc
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_library_that_the_driver_cannot_run_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("FPQUANT_CACHE", str(tmp_path))
+    built = build.build(*library.build_arguments("fp6_e3m2", torch.float16, "90a"))
+    with pytest.raises(build.KernelUnavailable, match=r"the compiled kernel does not run here .*; update the driver"):
+        library.Library(built).check_device()
