@@ -32,7 +32,8 @@ from fpquant.calibration.sensitivity import (
     save_sensitivity,
     sensitivity_of,
 )
-from fpquant.errors import FpquantError
+from fpquant.errors import FpquantError, unknown
+from fpquant.evaluation import tasks as tasks_
 from fpquant.evaluation.perplexity import perplexity
 from fpquant.evaluation.records import Result
 from fpquant.linear import QuantLinear, prepack_on_gpu
@@ -43,7 +44,7 @@ from fpquant.recipe import Recipe, load_recipe, override
 from fpquant.report.card import model_card
 from fpquant.schemes import block_count
 
-TASKS = ("perplexity",)
+TASKS = ("perplexity", *tasks_.TASKS)
 WINDOW = 2048
 """Tokens of an evaluation window, where nothing else is asked for."""
 
@@ -344,35 +345,69 @@ def evaluate(
     dataset: str = "wikitext",
     window: int = WINDOW,
     limit: int | None = None,
+    data_dir: str | Path | None = None,
+    shots: int = tasks_.SHOTS,
+    batch_size: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
     track: Track = no_progress,
 ) -> list[Result]:
-    """Measure a model: a spec as in `calibrate`, a quantized directory, or one already loaded."""
+    """Measure a model: a spec as in `calibrate`, a quantized directory, or one already loaded.
+
+    tasks: `perplexity`, on `dataset` in windows of `window` tokens, and question tasks through lm-eval, whose data come
+    from `data_dir` or the hub; `shots` are MMLU's examples, `batch_size` prompts share a forward pass. limit: only the
+    first windows, and the first questions (of MMLU, of each subject). Raises FpquantError, before the model is loaded,
+    for a task or data that is not to be had.
+    """
     for task in tasks:
         if task not in TASKS:
-            raise FpquantError(f"unknown task {task!r}; choices: {', '.join(TASKS)}")
+            raise unknown("task", task, TASKS)
+    if batch_size is not None and batch_size < 1:
+        raise FpquantError(f"--batch-size must be at least 1, got {batch_size}")
     if isinstance(model, str):
         models.check_model(model)
-    check_evaluation(dataset, window, limit)
+    if "perplexity" in tasks:
+        check_evaluation(dataset, window, limit)
+    if limit is not None and limit < 1:
+        raise FpquantError(f"--limit must be at least 1, got {limit}")
+    questions = {t: tasks_.load_task(t, data_dir, shots=shots) for t in tasks if t != "perplexity"}
     loaded = (
         open_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         if isinstance(model, str)
         else model
     )
-    _check_length(loaded, window, "--window")
-    data = evaluation_data(dataset, loaded.tokenizer, window=window, limit=limit)
-    return [perplexity(loaded.model, loaded.tokenizer, data, track=track)]
+    results = []
+    for task in dict.fromkeys(tasks):
+        if task == "perplexity":
+            _check_length(loaded, window, "--window")
+            data = evaluation_data(dataset, loaded.tokenizer, window=window, limit=limit)
+            results.append(perplexity(loaded.model, loaded.tokenizer, data, track=track))
+        else:
+            with _dense_on_cpu(loaded.model):
+                results += tasks_.measure(questions[task], loaded, limit=limit, batch_size=batch_size, track=track)
+    return results
+
+
+@contextmanager
+def _dense_on_cpu(model: Any) -> Iterator[None]:
+    """On a CPU the QuantLinears keep their dense weights within: decoding them anew for a short prompt, or for each
+    token, would take most of the time."""
+    on_cpu = model.device.type == "cpu"
+    cached = [m for m in checkpoint.quant_modules(model).values() if on_cpu and not m.has_cached_dense]
+    try:
+        for module in cached:
+            module.cache_dense(model.dtype)
+        yield
+    finally:
+        for module in cached:
+            module.cache_dense(None)
 
 
 def generate(
     model: str | LoadedModel, prompt: str, *, max_new_tokens: int = 64, device: str = "auto", dtype: str = "auto"
 ) -> str:
-    """Greedy continuation of a prompt (through the chat template where the model has one is left to the caller).
-
-    On a CPU the dense weights are kept while generating: decoding them anew for each token would take most of the time.
-    """
+    """Greedy continuation of a prompt (through the chat template where the model has one is left to the caller)."""
     from transformers import GenerationConfig
 
     loaded = open_model(model, device=device, dtype=dtype) if isinstance(model, str) else model
@@ -384,15 +419,8 @@ def generate(
     stop = network.generation_config.eos_token_id
     pad = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), None)
     settings = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=pad)
-    on_cpu = network.device.type == "cpu"
-    cached = [m for m in checkpoint.quant_modules(network).values() if on_cpu and not m.has_cached_dense]
-    for module in cached:
-        module.cache_dense(network.dtype)
-    try:
+    with _dense_on_cpu(network):
         tokens = network.generate(**inputs, generation_config=settings)
-    finally:
-        for module in cached:
-            module.cache_dense(None)
     return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 

@@ -162,16 +162,33 @@ def calibrate(
 @app.command("eval")
 def eval_(
     model: Annotated[str, typer.Argument(help="A quantized directory, or any model as in `calibrate --model`.")],
-    tasks: Annotated[str, typer.Option(help="Comma-separated: perplexity.")] = "perplexity",
-    dataset: Annotated[str, typer.Option(help="wikitext, vital-articles, or a file.")] = "wikitext",
-    window: Annotated[int, typer.Option(help="Tokens a window; windows do not overlap.")] = 2048,
-    limit: Annotated[int | None, typer.Option(help="Only the first windows. [default: all]")] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: perplexity, mmlu, lambada, piqa, arc_easy, winogrande, hellaswag, boolq, race."
+        ),
+    ] = "perplexity",
+    dataset: Annotated[
+        str, typer.Option(help="Of perplexity: wikitext, vital-articles, or a .txt, .parquet or .jsonl file.")
+    ] = "wikitext",
+    window: Annotated[int, typer.Option(help="Of perplexity: tokens a window; windows do not overlap.")] = 2048,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Only the first windows, and the first questions (MMLU: of each subject). [default: all]"),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the other tasks' data lie, a folder each. [default: the hub]")
+    ] = None,
+    shots: Annotated[int, typer.Option(help="Examples before a question of MMLU, 0 to 5.")] = 5,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Prompts a forward pass. [default: 1 on a CPU, 8 on a GPU]")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     trust_remote_code: Trust = False,
     json_to: Json = None,
 ) -> None:
-    """Measure a model, quantized or not, and print the figure with its protocol."""
+    """Measure a model, quantized or not, and print each figure with its protocol."""
     with quiet():
         from fpquant import api
         from fpquant.evaluation.records import to_record
@@ -179,10 +196,13 @@ def eval_(
 
         results = api.evaluate(
             model,
-            tasks=tuple(t.strip() for t in tasks.split(",")),
+            tasks=tuple(_listed(tasks, "tasks")),
             dataset=dataset,
             window=window,
             limit=limit,
+            data_dir=data_dir,
+            shots=shots,
+            batch_size=batch_size,
             device=device,
             dtype=dtype,
             trust_remote_code=trust_remote_code,

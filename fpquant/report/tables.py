@@ -60,15 +60,23 @@ def calibration_table(summary: Mapping[str, Any], out: str) -> Table:
     return facts(rows)
 
 
+_PROTOCOL = (
+    *("dataset", "window", "windows", "definition", "shots", "subjects", "questions", "truncated", "bos", "dtype"),
+)
+"""What of a protocol stands beside a figure; the record has all of it."""
+
+
 def results_table(model: str, results: Iterable[Result]) -> Table:
     """Measurements of one model, with their intervals and protocols."""
     rows = []
     for r in results:
         interval = f"  (95% interval {r.interval[0]:.3f} to {r.interval[1]:.3f})" if r.interval else ""
-        rows.append((r.metric, f"{r.value:.4f}{interval}"))
-        rows.append(
-            ("protocol", ", ".join(f"{k} {r.protocol[k]}" for k in ("dataset", "window", "windows", "bos", "dtype")))
-        )
+        chance = r.protocol.get("chance")
+        if chance is not None and r.interval and r.interval[0] <= chance <= r.interval[1]:
+            interval += f", not to be told from guessing ({chance:.3f})"
+        name = r.metric if r.task == r.metric else f"{r.task} {r.metric}"
+        rows.append((name, f"{r.value:.4f}{interval}"))
+        rows.append(("protocol", ", ".join(f"{k} {r.protocol[k]}" for k in _PROTOCOL if k in r.protocol)))
     return facts(rows, title=model)
 
 
