@@ -7,16 +7,26 @@ namespace fpx {
 
 FPX_DEVICE float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
+// The threads that finish rows together: all that multiply, or a warpgroup.
+template <class Tile>
+constexpr int kGroupThreads = Tile::kThreads / Tile::kGroups;
+template <class Tile>
+FPX_DEVICE int this_group() { return Tile::kGroups == 1 ? 0 : threadIdx.x / kGroupThreads<Tile>; }
+template <class Tile>
+FPX_DEVICE void sync_group() { sync_group(this_group<Tile>(), kGroupThreads<Tile>); }
+
 // Factors and biases of a row tile's outputs, in shared memory while it is finished. A thread sees to one output's, before
 // it multiplies, so that nobody waits long for them afterwards: in a register, or as near as the L2 cache where registers
 // are short.
 template <class F, class T, class Tile>
 struct Epilogue {
-  static_assert(Tile::kThreads >= Tile::kRows, "a thread an output");
+  static constexpr int kGroupRows = Tile::kRows / Tile::kGroups;
+  static_assert(kGroupThreads<Tile> >= kGroupRows, "a thread an output");
   float factor = 0, bias = 0;
-  int output;
+  int row, output;  // in the tile, of all
 
-  FPX_DEVICE Epilogue(const Problem& p, int row_tile) : output(row_tile * Tile::kRows + threadIdx.x) {
+  FPX_DEVICE Epilogue(const Problem& p, int row_tile)
+      : row(this_group<Tile>() * kGroupRows + threadIdx.x % kGroupThreads<Tile>), output(row_tile * Tile::kRows + row) {
     if (!has_output(p)) return;
     if constexpr (!Tile::kWgmma) load(p);
     else if (prefetch(p.scale + output), p.bias) prefetch(p.bias + output);
@@ -26,8 +36,8 @@ struct Epilogue {
   FPX_DEVICE void share(const Problem& p, float* shared) {
     if (!has_output(p)) return;
     if constexpr (Tile::kWgmma) load(p);
-    shared[threadIdx.x] = factor * float(1 << Decoder<F, T, kConvert>::kExponent);
-    shared[Tile::kRows + threadIdx.x] = bias;
+    shared[row] = factor * float(1 << Decoder<F, T, kConvert>::kExponent);
+    shared[Tile::kRows + row] = bias;
   }
 
   // y of an output of the row tile.
@@ -36,7 +46,9 @@ struct Epilogue {
   }
 
  private:
-  FPX_DEVICE bool has_output(const Problem& p) const { return threadIdx.x < Tile::kRows && output < p.out_features; }
+  FPX_DEVICE bool has_output(const Problem& p) const {
+    return threadIdx.x % kGroupThreads<Tile> < kGroupRows && output < p.out_features;
+  }
   FPX_DEVICE void load(const Problem& p) {
     factor = load_early(p.scale + output);
     if (p.bias) bias = to_float<T>(load_early(p.bias + output));
@@ -63,55 +75,55 @@ FPX_DEVICE void store(const Problem& p, int batch_row, int output, const float (
 
 // A row tile that several workers share is summed by the one that has its beginning, in the order of the workers. The
 // others, for each of which it is the first piece of work, leave their results here.
+// This block's counterpart in a worker has a number of its own.
+template <class Tile>
+FPX_DEVICE int slot(int worker) {
+  return (worker * Tile::kShare + int(blockIdx.x % Tile::kShare)) * gridDim.y + blockIdx.y;
+}
 template <class Tile>
 FPX_DEVICE float4* partial(const Problem& p, int worker) {
-  return reinterpret_cast<float4*>(p.partials) + (worker * gridDim.y + blockIdx.y) * size_t(Tile::kRows * Tile::kBatch / 4);
+  return reinterpret_cast<float4*>(p.partials) + slot<Tile>(worker) * size_t(Tile::kRows * Tile::kBatch / 4);
 }
-FPX_DEVICE uint32_t* counter(const Problem& p, int worker) { return p.counters + worker * gridDim.y + blockIdx.y; }
+template <class Tile>
+FPX_DEVICE uint64_t* counter(const Problem& p, int worker) { return p.counters + slot<Tile>(worker); }
 
 // The last worker of a row tile, after this one that has its beginning.
 FPX_DEVICE int last_sharer(const Problem& p, int row_tile) { return p.split.owner((row_tile + 1) * p.units.by - 1); }
 
-// After all multiplying threads have written a partial result.
+// After all threads of a group have written their part of a partial result.
 template <class Tile>
 FPX_DEVICE void give_partial(const Problem& p, int row_tile) {
-  sync_threads(Tile::kThreads);
-  if (threadIdx.x == 0) {
-    __threadfence();
-    count_one(counter(p, p.split.owner(row_tile * p.units.by)));
-  }
+  sync_group<Tile>();
+  if (threadIdx.x % kGroupThreads<Tile> == 0)
+    count_one(counter<Tile>(p, p.split.owner(row_tile * p.units.by)), this_group<Tile>());
 }
 
-// Before the multiplying threads read those of workers after this one, up to `last`.
+// Before they read those of workers after this one, up to `last`.
 template <class Tile>
 FPX_DEVICE void await_partials(const Problem& p, int last) {
-  if (threadIdx.x == 0) wait_for_count(counter(p, blockIdx.x), last - blockIdx.x);
-  sync_threads(Tile::kThreads);
+  const int worker = this_worker<Tile>();
+  if (threadIdx.x % kGroupThreads<Tile> == 0)
+    wait_for_count(counter<Tile>(p, worker), this_group<Tile>(), last - worker);
+  sync_group<Tile>();
 }
 
-// The end of a row tile that a cluster's blocks share: the others write their sums into the first one's memory, which adds
-// them in their order. sums_of(i), store(i, sum): float4 i of `count`.
-template <class SumOf, class Store>
-FPX_DEVICE void finish_in_cluster(const Problem& p, int count, int threads, uint32_t sent, uint32_t sums_barrier,
-                                  SumOf&& sum_of, Store&& store) {
-  const int rank = cluster_rank();
-  cluster_wait();
-  if (rank > 0) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += threads)
-      store_at_block(sent + ((rank - 1) * count + i) * 16, 0, sum_of(i));
-    __syncwarp();
-    if (threadIdx.x % kLanes == 0) barrier_arrive_at_block(sums_barrier, 0);
-    return;
+// The end of a row tile that a cluster's blocks share: the others write their sums, `count` times four, into the first
+// one's memory, `at`, which adds them in their order.
+struct ClusterSums {
+  uint32_t at, barrier;
+  int rank, count;
+
+  FPX_DEVICE ClusterSums(const Problem& p, uint32_t at, uint32_t barrier, int count)
+      : at(at), barrier(barrier), rank(cluster_rank()), count(count) {
+    if (rank == 0 && threadIdx.x == 0) barrier_arrive_expecting(barrier, (p.cluster - 1) * count * 16);
+    cluster_wait();  // all have started
+    if (rank > 0) this->at = address_at_block(at + (rank - 1) * count * 16, 0), this->barrier = address_at_block(barrier, 0);
   }
-  barrier_wait_for_cluster(sums_barrier, 0);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < count; i += threads) {
-    float4 sum = sum_of(i);
-    for (int block = 1; block < p.cluster; ++block) sum = add(sum, load_float4(sent + ((block - 1) * count + i) * 16));
-    store(i, sum);
-  }
-}
+
+  FPX_DEVICE void send(int i, float4 sum) const { store_at_block(at + i * 16, sum, barrier); }
+  FPX_DEVICE void await() const { barrier_wait_for_cluster(barrier, 0); }
+  FPX_DEVICE float4 of(int block, int i) const { return load_float4(at + ((block - 1) * count + i) * 16); }
+};
 
 // `sums`: shared memory for the sums of the warps side by side along the inner dimension.
 template <class F, class T, class Tile>
@@ -130,10 +142,10 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
         *reinterpret_cast<float2*>(to) = make_float2(mine.c[m][n][i], mine.c[m][n][i + 2]);
       }
   epilogue.share(p, factors);
-  sync_threads(Tile::kThreads);
+  sync_group<Tile>();
 
   const int row0 = blockIdx.y * Tile::kBatch, rows = min(Tile::kBatch, p.batch - row0), fours = rows * kFours;
-  const int output0 = at.row_tile * Tile::kRows;
+  const int output0 = own_row_tile<Tile>(at) * Tile::kRows, worker0 = this_worker<Tile>();
   const auto address = [&](int i) { return sums + i / kFours * Tile::kSumPitch + i % kFours * 4; };
   const auto sum_of_warps = [&](int i) {
     const float4* from = reinterpret_cast<const float4*>(address(i));
@@ -151,25 +163,47 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
 
   if constexpr (kBulk)
     if (p.cluster > 1) {
-      finish_in_cluster(p, fours, Tile::kThreads, shared_address(sums) + p.sent_offset, sums_barrier, sum_of_warps,
-                        store_sum);
+      const ClusterSums others(p, shared_address(sums) + p.sent_offset, sums_barrier, fours);
+      if (others.rank == 0) others.await();
+#pragma unroll 1
+      for (int i = threadIdx.x; i < fours; i += Tile::kThreads) {
+        float4 sum = sum_of_warps(i);
+        if (others.rank > 0) {
+          others.send(i, sum);
+        } else {
+          for (int block = 1; block < p.cluster; ++block) sum = add(sum, others.of(block, i));
+          store_sum(i, sum);
+        }
+      }
       return;
     }
   if (at.begin > 0) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < fours; i += Tile::kThreads) __stcg(partial<Tile>(p, blockIdx.x) + i, sum_of_warps(i));
+    for (int i = threadIdx.x; i < fours; i += Tile::kThreads) __stcg(partial<Tile>(p, worker0) + i, sum_of_warps(i));
     give_partial<Tile>(p, at.row_tile);
   } else {
-    const int last = at.end < p.units.by ? last_sharer(p, at.row_tile) : blockIdx.x;
-    if (last > blockIdx.x) await_partials<Tile>(p, last);
+    const int last = at.end < p.units.by ? last_sharer(p, at.row_tile) : worker0;
+    if (last > worker0) await_partials<Tile>(p, last);
+    constexpr int kAtOnce = Tile::kRows * Tile::kBatch / 4 > Tile::kThreads ? 2 : 1;  // loads from memory
 #pragma unroll 1
-    for (int i = threadIdx.x; i < fours; i += Tile::kThreads) {
-      float4 sum = sum_of_warps(i);
-      for (int worker = blockIdx.x + 1; worker <= last; ++worker)
-        sum = add(sum, __ldcg(partial<Tile>(p, worker) + i));
-      store_sum(i, sum);
+    for (int first = threadIdx.x; first < fours; first += kAtOnce * Tile::kThreads) {
+      const int count = min(kAtOnce, divide_up(fours - first, Tile::kThreads));
+      float4 of[kAtOnce], more[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (j < count) of[j] = sum_of_warps(first + j * Tile::kThreads);
+      for (int worker = worker0 + 1; worker <= last; ++worker) {
+        const float4* from = partial<Tile>(p, worker) + first;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) more[j] = load_now(from + (j < count ? j * Tile::kThreads : 0));
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) of[j] = add(of[j], more[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (j < count) store_sum(first + j * Tile::kThreads, of[j]);
     }
-    sync_threads(Tile::kThreads);  // before the next tile's sums
+    sync_group<Tile>();  // before the next tile's sums
   }
 }
 
@@ -177,31 +211,54 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
 // A thread has its results for itself, partial ones too.
 template <class F, class T, class Tile>
 FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>& mine,
-                       Epilogue<F, T, Tile>& epilogue, float* factors, float*, uint32_t) {
-  constexpr int kFours = Tile::kBatch / 8;
-  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const auto each_four = [&](int worker, auto&& body) {
-    float4* four = partial<Tile>(p, worker) + threadIdx.x;
+                       Epilogue<F, T, Tile>& epilogue, float* factors, float* sums, uint32_t sums_barrier) {
+  constexpr int kFours = Tile::kBatch / 8;  // of a thread and strip
+  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, worker0 = this_worker<Tile>();
+  const auto each_four = [&](auto&& body) {  // of the tile's results, by its number, those of this thread
 #pragma unroll
     for (int m = 0; m < Tile::kMTiles; ++m)
 #pragma unroll
-      for (int i = 0; i < kFours; ++i, four += Tile::kThreads) body(four, mine.d[m] + 4 * i);
+      for (int i = 0; i < kFours; ++i) body((m * kFours + i) * Tile::kThreads + threadIdx.x, mine.d[m] + 4 * i);
   };
-  if (at.begin > 0) {
-    each_four(blockIdx.x, [](float4* to, const float* d) { __stcg(to, make_float4(d[0], d[1], d[2], d[3])); });
-    give_partial<Tile>(p, at.row_tile);
-    return;
-  }
-  epilogue.share(p, factors);
-  sync_threads(Tile::kThreads);
-  if (at.end < p.units.by) {
-    const int last = last_sharer(p, at.row_tile);
-    await_partials<Tile>(p, last);
-    for (int worker = blockIdx.x + 1; worker <= last; ++worker)
-      each_four(worker, [](const float4* from, float* d) {
-        const float4 four = __ldcg(from);
-        d[0] += four.x, d[1] += four.y, d[2] += four.z, d[3] += four.w;
-      });
+  const auto add_to = [](float* d, float4 four) { d[0] += four.x, d[1] += four.y, d[2] += four.z, d[3] += four.w; };
+  if (Tile::kShare == 1 && p.cluster > 1) {
+    epilogue.share(p, factors);
+    sync_group<Tile>();
+    const ClusterSums others(p, shared_address(sums) + p.sent_offset, sums_barrier, Tile::kRows * Tile::kBatch / 4);
+    if (others.rank > 0) {
+      each_four([&](int i, const float* d) { others.send(i, make_float4(d[0], d[1], d[2], d[3])); });
+      return;
+    }
+    others.await();
+    for (int block = 1; block < p.cluster; ++block) each_four([&](int i, float* d) { add_to(d, others.of(block, i)); });
+  } else {
+    if (at.begin > 0) {
+      float4* to = partial<Tile>(p, worker0);
+      each_four([&](int i, const float* d) { __stcg(to + i, make_float4(d[0], d[1], d[2], d[3])); });
+      give_partial<Tile>(p, at.row_tile);
+      return;
+    }
+    epilogue.share(p, factors);
+    sync_group<Tile>();
+    if (at.end < p.units.by) {
+      const int last = last_sharer(p, at.row_tile);
+      await_partials<Tile>(p, last);
+      for (int worker = worker0 + 1; worker <= last; ++worker) {
+        // Several loads at a time: else each addition waits for memory.
+        const float4* from = partial<Tile>(p, worker) + threadIdx.x;
+        constexpr int kAtOnce = 4;
+#pragma unroll
+        for (int m = 0; m < Tile::kMTiles; ++m)
+#pragma unroll
+          for (int i = 0; i < kFours; i += kAtOnce) {
+            float4 fours[kAtOnce];
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) fours[j] = load_now(from + (m * kFours + i + j) * Tile::kThreads);
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) add_to(mine.d[m] + 4 * (i + j), fours[j]);
+          }
+      }
+    }
   }
 #pragma unroll
   for (int m = 0; m < Tile::kMTiles; ++m) {
@@ -213,10 +270,10 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>&
         const int row = blockIdx.y * Tile::kBatch + 8 * n + 2 * (lane % 4) + i;
         const float y[2] = {epilogue.apply(factors, output, mine.d[m][4 * n + i]),
                             epilogue.apply(factors, output + 1, mine.d[m][4 * n + i + 2])};
-        if (row < p.batch) store<2, T>(p, row, at.row_tile * Tile::kRows + output, y);
+        if (row < p.batch) store<2, T>(p, row, own_row_tile<Tile>(at) * Tile::kRows + output, y);
       }
   }
-  sync_threads(Tile::kThreads);  // before the next tile's factors
+  sync_group<Tile>();  // before the next tile's factors
 }
 #endif
 

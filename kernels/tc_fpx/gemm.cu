@@ -5,12 +5,24 @@
 // reads its tiles' planes, decodes them in registers (decode.cuh) and multiplies them with x on the Tensor Core,
 // accumulating in fp32 (multiply.cuh). Where a row tile is finished the sums of warps and blocks are joined, scaled and
 // biased (finish.cuh).
+#include <map>
 #include <mutex>
 #include <type_traits>
 #include <unordered_map>
 
 #include "counters.cuh"
 #include "finish.cuh"
+
+// How a call is run.
+struct fpx_plan {
+  int variant;
+  int blocks_per_sm;
+  int sharers;      // blocks among which a multiprocessor's shared memory is divided, at least blocks_per_sm
+  int max_workers;  // thread blocks a batch tile, at most; 0: as many as fit
+  int max_stages;   // of the pipeline; 0: as many as fit
+  int cluster;      // 1; or blocks that share each row tile by their shared memory, at most 8, of a variant without share
+  int dependent;    // the kernel may start before the one before it on the stream has ended
+};
 
 namespace fpx {
 namespace {
@@ -37,17 +49,19 @@ __global__ void __launch_bounds__(Tile::kThreads + Pipeline<F, Tile>::kExtraThre
   const uint32_t base = shared_address(shared);
   const uint32_t sums_barrier = base + 2 * kMaxStages * 8;
   if constexpr (kBulk)
-    if (p.cluster > 1) {  // blocks may write to each other's shared memory once all have started
-      if (threadIdx.x == 0) barrier_init(sums_barrier, (p.cluster - 1) * Tile::kWarps), barrier_init_fence();
+    if (Tile::kShare == 1 && p.cluster > 1) {  // blocks may write to each other's shared memory once all have started
+      if (threadIdx.x == 0) barrier_init(sums_barrier, 1), barrier_init_fence();
       __syncwarp();
       cluster_arrive();
     }
   Pipeline<F, Tile> pipeline(p, base + kFixedBytes<Tile>, base);
+  if constexpr (Tile::kShare > 1) __syncwarp(), cluster_arrive();
   if (pipeline.is_copier()) {
     if constexpr (Tile::kRegisters > 0) keep_registers<Tile::kCopierRegisters>();
     pipeline.copy_all(p);
   } else {
     if constexpr (Tile::kRegisters > 0) take_registers<Tile::kRegisters>();
+    if constexpr (Tile::kShare > 1) cluster_wait();
     wait_for_previous_kernels();
 #if FPX_ARCH == 90
     std::conditional_t<Tile::kWgmma, WgmmaSums<F, T, Tile>, MmaSums<F, T, Tile>> c;
@@ -55,19 +69,20 @@ __global__ void __launch_bounds__(Tile::kThreads + Pipeline<F, Tile>::kExtraThre
     MmaSums<F, T, Tile> c;
 #endif
     Piece at;
-    for (Pieces pieces = pieces_of_block(p); pieces.next(at);) {
-      Epilogue<F, T, Tile> epilogue(p, at.row_tile);
+    for (Pieces pieces = pieces_of_block<Tile>(p); pieces.next(at);) {
+      Epilogue<F, T, Tile> epilogue(p, own_row_tile<Tile>(at));
       c.clear();
       c.add_piece(p, at, pipeline);
       finish(p, at, c, epilogue, factors, sums, sums_barrier);
     }
+    if constexpr (Tile::kShare > 1) cluster_arrive(), cluster_wait();  // others may still tell this block's barriers
   }
 }
 
 // The tiles to choose from.
 struct Variant {
   void (*kernel)(Problem);
-  int rows, stage_chunks, batch, threads, sums_offset, fixed_bytes, stage_bytes, least_stages;
+  int rows, stage_chunks, batch, share, threads, sums_offset, fixed_bytes, stage_bytes, least_stages;
   bool wgmma;
 };
 
@@ -77,6 +92,7 @@ constexpr Variant variant() {
           Tile::kRows,
           Tile::kStageChunks,
           Tile::kBatch,
+          Tile::kShare,
           Tile::kThreads + Pipeline<Format_, Tile>::kExtraThreads,
           kBarrierBytes + kFactorBytes<Tile>,
           kFixedBytes<Tile>,
@@ -94,6 +110,10 @@ const Variant kVariants[] = {
     variant<WgmmaTile<2, 1, 2, 64>>(), variant<WgmmaTile<4, 1, 2, 64>>(), variant<WgmmaTile<4, 2, 1, 64>>(),
     variant<WgmmaTile<3, 1, 1, 128>>(), variant<WgmmaTile<4, 1, 1, 128>>(),
     variant<WgmmaTile<2, 1, 1, 256, 2>>(),
+    variant<WgmmaTile<2, 1, 2, 32, 2, 2>>(), variant<WgmmaTile<4, 1, 2, 32, 2, 2>>(), variant<WgmmaTile<4, 1, 2, 32, 2, 4>>(),
+    variant<WgmmaTile<2, 1, 2, 64, 1, 2>>(), variant<WgmmaTile<4, 1, 2, 64, 1, 2>>(), variant<WgmmaTile<4, 1, 2, 64, 1, 4>>(),
+    variant<WgmmaTile<3, 1, 1, 128, 1, 2>>(), variant<WgmmaTile<4, 1, 1, 128, 1, 2>>(), variant<WgmmaTile<4, 1, 1, 128, 1, 4>>(),
+    variant<WgmmaTile<2, 1, 1, 256, 2, 2>>(), variant<WgmmaTile<2, 1, 1, 256, 2, 4>>(),
 #else
     variant<MmaTile<2, 4, 2, 8>>(),
 #endif
@@ -103,7 +123,7 @@ constexpr int kVariantCount = sizeof kVariants / sizeof kVariants[0];
 // Counters that are zero between calls, a set for each stream, and for each stream of each graph as long as the graph
 // lives: calls that may run at the same time must not share them. Part of the module, so they are zero from the start
 // and need no allocation.
-__device__ uint32_t counters[kCounterSets][kCounters];
+__device__ uint64_t counters[kCounterSets][kCounters];
 
 struct Buffer {
   void* memory = nullptr;
@@ -112,9 +132,10 @@ struct Buffer {
 
 struct DeviceState {
   int sms = 0, shared_bytes = 0;
-  uint32_t* counters = nullptr;
+  uint64_t* counters = nullptr;
   CounterSets sets;
   std::unordered_map<cudaStream_t, Buffer> partials;
+  std::map<std::pair<int, int>, int> clusters;  // that are active at once, by variant and stages
 };
 
 std::mutex mutex;
@@ -155,7 +176,7 @@ int stages_that_fit(const DeviceState& s, const Variant& v, int sharers, int bes
 int sent_bytes(const Variant& v, int cluster) { return (cluster - 1) * v.rows * v.batch * 4; }
 
 int stages_of_plan(const DeviceState& s, const Variant& v, int sharers, int cluster) {
-  if (cluster < 1 || cluster > 8 || (cluster > 1 && (v.wgmma || !kBulk))) return 0;
+  if (cluster < 1 || cluster > 8 || (cluster > 1 && (v.share > 1 || !kBulk))) return 0;
   return stages_that_fit(s, v, sharers, sent_bytes(v, cluster));
 }
 
@@ -178,7 +199,8 @@ Encode encoder() {
 cudaError_t map_x(Problem& p, const Variant& v) {
   const cuuint64_t sizes[] = {kChunk, cuuint64_t(p.batch), cuuint64_t(p.chunks)};
   const cuuint64_t strides[] = {cuuint64_t(p.x_stride) * 2, kChunk * 2};
-  const cuuint32_t box[] = {kChunk, cuuint32_t(v.batch), cuuint32_t(v.stage_chunks)}, steps[] = {1, 1, 1};
+  const cuuint32_t box[] = {kChunk, cuuint32_t(v.batch / v.share),
+                            cuuint32_t(v.share > 1 ? 1 : v.stage_chunks)}, steps[] = {1, 1, 1};
   if (!encoder()) return cudaErrorNotSupported;
   const CUresult result =
       encoder()(&p.x_map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<uint16_t*>(p.x), sizes, strides, box, steps,
@@ -190,23 +212,45 @@ cudaError_t map_x(Problem& p, const Variant& v) {
 cudaError_t map_x(Problem&, const Variant&) { return cudaSuccess; }
 #endif
 
-cudaError_t launch(const Variant& v, Problem& p, dim3 blocks, int besides, cudaStream_t stream) {
+struct Launch {
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
-  config.gridDim = blocks, config.blockDim = dim3(v.threads), config.stream = stream;
-  config.dynamicSmemBytes = v.fixed_bytes + p.stages * v.stage_bytes + besides;
-  config.attrs = attributes;
-  if (p.dependent && kBulk) {
-    cudaLaunchAttribute& a = attributes[config.numAttrs++];
-    a.id = cudaLaunchAttributeProgrammaticStreamSerialization, a.val.programmaticStreamSerializationAllowed = 1;
+
+  Launch(const Variant& v, const Problem& p, dim3 blocks, cudaStream_t stream) {
+    config.gridDim = blocks, config.blockDim = dim3(v.threads), config.stream = stream;
+    config.dynamicSmemBytes = v.fixed_bytes + p.stages * v.stage_bytes + (p.cluster > 1 ? sent_bytes(v, p.cluster) : 0);
+    config.attrs = attributes;
+    if (p.dependent && kBulk) {
+      cudaLaunchAttribute& a = attributes[config.numAttrs++];
+      a.id = cudaLaunchAttributeProgrammaticStreamSerialization, a.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (const int size = v.share > 1 ? v.share : p.cluster; size > 1) {
+      cudaLaunchAttribute& a = attributes[config.numAttrs++];
+      a.id = cudaLaunchAttributeClusterDimension;
+      a.val.clusterDim.x = size, a.val.clusterDim.y = a.val.clusterDim.z = 1;
+    }
   }
-  if (p.cluster > 1) {
-    cudaLaunchAttribute& a = attributes[config.numAttrs++];
-    a.id = cudaLaunchAttributeClusterDimension;
-    a.val.clusterDim.x = p.cluster, a.val.clusterDim.y = a.val.clusterDim.z = 1;
-  }
+};
+
+cudaError_t launch(const Variant& v, Problem& p, dim3 blocks, cudaStream_t stream) {
+  Launch launch(v, p, blocks, stream);
   void* arguments[] = {&p};
-  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(v.kernel), arguments);
+  return cudaLaunchKernelExC(&launch.config, reinterpret_cast<const void*>(v.kernel), arguments);
+}
+
+// Workers that run at once: blocks, or clusters that share x, of which a part of the card may hold fewer than its
+// multiprocessors would.
+cudaError_t active_workers(DeviceState& s, const Variant& v, const Problem& p, const fpx_plan& plan, int* workers) {
+  *workers = plan.blocks_per_sm * s.sms;
+  if (v.share == 1) return cudaSuccess;
+  int& clusters = s.clusters[{plan.variant * 8 + plan.blocks_per_sm, p.stages}];
+  if (!clusters) {
+    Launch launch(v, p, dim3(v.share), nullptr);
+    if (cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, v.kernel, &launch.config)) return error;
+  }
+  if (clusters * v.share < *workers) *workers = clusters * v.share;
+  *workers /= v.share;
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -220,11 +264,11 @@ const char* fpx_error(int code) { return cudaGetErrorString(cudaError_t(code)); 
 
 int fpx_variant_count() { return kVariantCount; }
 
-// {rows, stage inputs, batch, threads, bytes besides stages, bytes of a stage, by wgmma} of a variant.
+// {rows, stage inputs, batch, blocks that share x, by wgmma} of a variant.
 void fpx_variant(int index, int* out) {
   const Variant& v = kVariants[index];
-  const int values[] = {v.rows, v.stage_chunks * kChunk, v.batch, v.threads, v.fixed_bytes, v.stage_bytes, v.wgmma};
-  for (int i = 0; i < 7; ++i) out[i] = values[i];
+  const int values[] = {v.rows, v.stage_chunks * kChunk, v.batch, v.share, v.wgmma};
+  for (int i = 0; i < 5; ++i) out[i] = values[i];
 }
 
 // Pipeline stages that a variant has on the current device where `sharers` blocks share a multiprocessor's memory and
@@ -248,17 +292,6 @@ int fpx_free_counter_sets() {
 size_t fpx_partial_bytes(int index, int blocks) {
   return size_t(blocks) * kVariants[index].rows * kVariants[index].batch * 4;
 }
-
-// How a call is run.
-struct fpx_plan {
-  int variant;
-  int blocks_per_sm;
-  int sharers;      // blocks among which a multiprocessor's shared memory is divided, at least blocks_per_sm
-  int max_workers;  // thread blocks a batch tile, at most; 0: as many as fit
-  int max_stages;   // of the pipeline; 0: as many as fit
-  int cluster;      // 1; or blocks that share each row tile by their shared memory, at most 8, of a variant without wgmma
-  int dependent;    // the kernel may start before the one before it on the stream has ended
-};
 
 // Launches on `stream` of the current device. `partials`: fpx_partial_bytes of scratch memory, or null for memory that is
 // kept for this stream; a call that a graph captures must bring its own, which lives as long as the graph.
@@ -284,14 +317,16 @@ int fpx_linear(const fpx_plan* plan, const void* packed, const void* x, const fl
   if (plan->max_stages && p.stages > plan->max_stages)
     p.stages = plan->max_stages > v.least_stages ? plan->max_stages : v.least_stages;
   if (cudaError_t error = map_x(p, v)) return error;
-  const int row_tiles = divide_up(out_features, v.rows), total = row_tiles * units;
+  const int row_tiles = divide_up(out_features, v.rows * v.share), total = row_tiles * units;
 
   if (p.cluster > 1) {
     p.partials = nullptr, p.counters = nullptr, p.split = Split(units, p.cluster);
     p.sent_offset = v.fixed_bytes - v.sums_offset + p.stages * v.stage_bytes;
-    return launch(v, p, dim3(row_tiles * p.cluster, batch_tiles), sent_bytes(v, p.cluster), stream);
+    return launch(v, p, dim3(row_tiles * p.cluster, batch_tiles), stream);
   }
-  int workers = plan->blocks_per_sm * state->sms / batch_tiles;
+  int workers;
+  if (cudaError_t error = active_workers(*state, v, p, *plan, &workers)) return error;
+  workers /= batch_tiles;
   if (plan->max_workers && workers > plan->max_workers) workers = plan->max_workers;
   if (workers > total) workers = total;
   if (workers < 1) workers = 1;
@@ -301,7 +336,7 @@ int fpx_linear(const fpx_plan* plan, const void* packed, const void* x, const fl
   cudaGraph_t graph = nullptr;
   if (cudaError_t error = cudaStreamGetCaptureInfo(stream, &capturing, &capture, &graph)) return error;
   if (capturing == cudaStreamCaptureStatusNone) capture = 0;
-  const int set = workers * batch_tiles <= kCounters ? state->sets.of(stream, capture, graph) : -1;
+  const int set = workers * v.share * batch_tiles <= kCounters ? state->sets.of(stream, capture, graph) : -1;
   const bool can_share = set >= 0;
   if (!can_share) {  // whole row tiles only
     for (workers = workers < row_tiles ? workers : row_tiles; row_tiles % workers; --workers) {
@@ -310,7 +345,7 @@ int fpx_linear(const fpx_plan* plan, const void* packed, const void* x, const fl
   p.split = Split(total, workers);
   p.counters = can_share ? state->counters + set * kCounters : nullptr;
 
-  const int blocks = workers * batch_tiles;
+  const int blocks = workers * v.share * batch_tiles;
   const size_t bytes = fpx_partial_bytes(plan->variant, blocks);
   if (!partials && can_share) {
     Buffer& buffer = state->partials[stream];
@@ -329,6 +364,6 @@ int fpx_linear(const fpx_plan* plan, const void* packed, const void* x, const fl
   }
   p.partials = static_cast<float*>(partials);
 
-  return launch(v, p, dim3(workers, batch_tiles), 0, stream);
+  return launch(v, p, dim3(workers * v.share, batch_tiles), stream);
 }
 }

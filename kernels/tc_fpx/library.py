@@ -22,74 +22,79 @@ C_TYPES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 FUSED_BATCH = 2048
 """The largest batch that the fused kernel takes; above it a dense weight and cuBLAS win."""
 
-TILES: tuple[tuple[int, int, tuple[int, int, int], int, int], ...] = (
-    (1, 766204, (64, 512, 8), 1, 2),
-    (1, 29058991, (64, 256, 8), 1, 2),
-    (1, 67370498, (64, 512, 8), 2, 1),
-    (1, 145536909, (128, 256, 8), 2, 1),
-    (1, 332171930, (64, 256, 8), 1, 2),
-    (1, 0, (128, 256, 8), 2, 1),
-    (8, 29058991, (64, 256, 16), 1, 2),
-    (8, 67370498, (64, 512, 8), 2, 1),
-    (8, 145536909, (64, 512, 8), 1, 1),
-    (8, 332171930, (64, 512, 8), 1, 2),
-    (8, 0, (64, 512, 8), 1, 1),
-    (16, 766204, (64, 256, 8), 1, 2),
-    (16, 29058991, (64, 256, 16), 1, 2),
-    (16, 67370498, (64, 256, 16), 2, 1),
-    (16, 0, (64, 512, 16), 1, 1),
-    (32, 766204, (64, 256, 8), 1, 2),
-    (32, 29058991, (64, 256, 16), 1, 2),
-    (32, 67370498, (128, 256, 32), 1, 1),
-    (32, 145536909, (256, 128, 32), 1, 1),
-    (32, 0, (128, 256, 32), 1, 1),
-    (64, 766204, (64, 256, 8), 2, 1),
-    (64, 5448561, (128, 128, 32), 1, 1),
-    (64, 29058991, (128, 128, 64), 1, 1),
-    (64, 332171930, (256, 128, 64), 1, 1),
-    (64, 0, (512, 64, 64), 1, 1),
-    (128, 766204, (64, 512, 16), 1, 1),
-    (128, 5448561, (128, 128, 32), 1, 1),
-    (128, 29058991, (128, 128, 64), 2, 1),
-    (128, 145536909, (192, 64, 128), 1, 1),
-    (128, 0, (256, 64, 128), 1, 1),
-    (256, 766204, (64, 256, 16), 2, 1),
-    (256, 5448561, (128, 128, 64), 1, 1),
-    (256, 29058991, (256, 128, 64), 1, 1),
-    (256, 67370498, (128, 64, 256), 1, 1),
-    (256, 145536909, (192, 64, 128), 1, 1),
-    (256, 0, (128, 64, 256), 1, 1),
-    (512, 766204, (128, 128, 32), 1, 1),
-    (512, 29058991, (256, 128, 64), 1, 1),
-    (512, 67370498, (192, 64, 128), 1, 1),
-    (512, 0, (128, 64, 256), 1, 1),
-    (1024, 766204, (128, 128, 64), 1, 1),
-    (1024, 5448561, (192, 64, 128), 1, 1),
-    (1024, 145536909, (128, 64, 256), 1, 1),
-    (1024, 332171930, (256, 64, 128), 1, 1),
-    (1024, 0, (128, 64, 256), 1, 1),
-    (2048, 5448561, (192, 64, 128), 1, 1),
-    (2048, 0, (128, 64, 256), 1, 1),
+Tile = tuple[int, int, int, int]
+"""Rows and batch of a thread block's share of the output, between them the inputs of a stage; blocks that share x."""
+
+TILES: tuple[tuple[int, int, Tile, int, int], ...] = (
+    (1, 766204, (64, 512, 8, 1), 1, 2),
+    (1, 29058991, (64, 256, 8, 1), 1, 2),
+    (1, 67370498, (64, 512, 8, 1), 2, 1),
+    (1, 145536909, (128, 256, 8, 1), 2, 1),
+    (1, 332171930, (64, 256, 8, 1), 1, 2),
+    (1, 0, (128, 256, 8, 1), 2, 1),
+    (8, 29058991, (64, 256, 16, 1), 1, 2),
+    (8, 67370498, (64, 512, 8, 1), 2, 1),
+    (8, 145536909, (64, 512, 8, 1), 1, 1),
+    (8, 332171930, (64, 512, 8, 1), 1, 2),
+    (8, 0, (64, 512, 8, 1), 1, 1),
+    (16, 766204, (64, 256, 8, 1), 1, 2),
+    (16, 29058991, (64, 256, 16, 1), 1, 2),
+    (16, 67370498, (64, 256, 16, 1), 2, 1),
+    (16, 0, (64, 512, 16, 1), 1, 1),
+    (32, 766204, (64, 256, 8, 1), 1, 2),
+    (32, 29058991, (64, 256, 16, 1), 1, 2),
+    (32, 67370498, (128, 256, 32, 1), 1, 1),
+    (32, 145536909, (256, 128, 32, 1), 1, 1),
+    (32, 0, (128, 256, 32, 1), 1, 1),
+    (64, 766204, (64, 256, 8, 1), 2, 1),
+    (64, 5448561, (128, 128, 32, 1), 1, 1),
+    (64, 29058991, (128, 128, 64, 1), 1, 1),
+    (64, 332171930, (256, 128, 64, 1), 1, 1),
+    (64, 0, (512, 64, 64, 1), 1, 1),
+    (128, 766204, (64, 512, 16, 1), 1, 1),
+    (128, 5448561, (128, 128, 32, 1), 1, 1),
+    (128, 29058991, (128, 128, 64, 1), 2, 1),
+    (128, 145536909, (192, 64, 128, 1), 1, 1),
+    (128, 0, (256, 64, 128, 1), 1, 1),
+    (256, 766204, (64, 256, 16, 1), 2, 1),
+    (256, 5448561, (128, 128, 64, 1), 1, 1),
+    (256, 29058991, (256, 128, 64, 1), 1, 1),
+    (256, 67370498, (128, 64, 256, 1), 1, 1),
+    (256, 145536909, (192, 64, 128, 1), 1, 1),
+    (256, 0, (128, 64, 256, 1), 1, 1),
+    (512, 766204, (128, 128, 32, 1), 1, 1),
+    (512, 29058991, (256, 128, 64, 1), 1, 1),
+    (512, 67370498, (192, 64, 128, 1), 1, 1),
+    (512, 0, (128, 64, 256, 1), 1, 1),
+    (1024, 766204, (128, 128, 64, 1), 1, 1),
+    (1024, 5448561, (192, 64, 128, 1), 1, 1),
+    (1024, 145536909, (128, 64, 256, 1), 1, 1),
+    (1024, 332171930, (256, 64, 128, 1), 1, 1),
+    (1024, 0, (128, 64, 256, 1), 1, 1),
+    (2048, 5448561, (192, 64, 128, 1), 1, 1),
+    (2048, 0, (128, 64, 256, 1), 1, 1),
 )
-"""Up to which batch and how many weights (0: any), which tile (rows, inputs of a stage, batch), how many thread blocks
-a multiprocessor, and how many in a cluster. The first row that fits counts, of larger batches the last. Printed by
+"""Up to which batch and how many weights (0: any), which tile, how many thread blocks a multiprocessor, and how
+many in a cluster that shares a row tile. The first row that fits counts, of larger batches the last. Printed by
 benchmarks/tune_fpx.py --table from benchmarks/results/fpx-tune-h200.json: other shapes are as the measured one that is
 nearest in size."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A tile of the kernel: its share of the output [rows, batch] and the inputs of one pipeline stage."""
+    """A tile of the kernel: its part of the output [rows, batch], the inputs of a pipeline stage, and how many blocks of
+    a cluster, with rows of their own each, share x."""
 
     index: int
     rows: int
     stage_inputs: int
     batch: int
+    share: int = 1
     wgmma: bool = False
 
     @property
-    def tile(self) -> tuple[int, int, int]:
-        return self.rows, self.stage_inputs, self.batch
+    def tile(self) -> Tile:
+        return self.rows, self.stage_inputs, self.batch, self.share
 
 
 @dataclass(frozen=True)
@@ -136,9 +141,9 @@ class Library:
         self.variants = [self._variant(i) for i in range(self._c.fpx_variant_count())]
 
     def _variant(self, index: int) -> Variant:
-        values = (ctypes.c_int * 7)()
+        values = (ctypes.c_int * 5)()
         self._c.fpx_variant(index, values)
-        return Variant(index, values[0], values[1], values[2], bool(values[6]))
+        return Variant(index, *values[:4], bool(values[4]))
 
     def stages(self, plan: Plan) -> int:
         """Pipeline stages that a plan has on the current device; 0: it does not fit there."""
@@ -167,7 +172,8 @@ class Library:
         scratch = None
         if torch.cuda.is_current_stream_capturing():  # memory of the graph's own, for as long as it lives
             blocks = plan.blocks_per_sm * torch.cuda.get_device_properties(x.device).multi_processor_count
-            size = self._c.fpx_partial_bytes(plan.variant.index, max(blocks, -(-x.shape[0] // plan.variant.batch)))
+            tiles = -(-x.shape[0] // plan.variant.batch) * plan.variant.share
+            size = self._c.fpx_partial_bytes(plan.variant.index, max(blocks, tiles))
             scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
         code = self._c.fpx_linear(
             ctypes.byref(_c_plan(plan)),
@@ -259,9 +265,10 @@ def plan(library: Library, out_features: int, in_features: int, batch: int, depe
     fitting = [v for v in library.variants if library.stages(Plan(v))]
     batches = {v.batch for v in fitting}
     nearest = max((b for b in batches if b <= tile[2]), default=min(batches))
-    rows, inputs, _ = tile
+    rows, inputs, _, share = tile
     best = min(
-        (v for v in fitting if v.batch == nearest), key=lambda v: (abs(v.rows - rows), abs(v.stage_inputs - inputs))
+        (v for v in fitting if v.batch == nearest),
+        key=lambda v: (abs(v.share - share), abs(v.rows - rows), abs(v.stage_inputs - inputs)),
     )
     candidates = (
         Plan(best, blocks, sharers_of(cluster), cluster=cluster, dependent=dependent),
@@ -275,7 +282,7 @@ def sharers_of(cluster: int) -> int:
     return 2 if cluster > 1 else 0
 
 
-def chosen_tile(weights: int, batch: int) -> tuple[tuple[int, int, int], int, int]:
+def chosen_tile(weights: int, batch: int) -> tuple[Tile, int, int]:
     """(tile, thread blocks a multiprocessor, blocks in a cluster) by TILES for a weight of so many elements."""
     rows = (row for row in TILES if batch <= row[0] and (not row[1] or weights <= row[1]))
     return next(rows, TILES[-1])[2:]

@@ -17,10 +17,11 @@ constexpr bool kBulk = FPX_ARCH >= 90;  // there are a copy engine, barriers tha
 constexpr int kMaxStages = 16;
 
 // One call of the kernel. All pointers are aligned to 16 bytes, in_features is a multiple of 64. Blocks: y is the batch
-// tile, x the worker or, with clusters, the row tile's number times the cluster's size and the block's rank in it.
+// tile, x the worker times kShare and the block's rank in it or, with clusters that share row tiles, the row tile's number
+// times the cluster's size and the block's rank in it.
 struct Problem {
 #if FPX_ARCH >= 90
-  CUtensorMap x_map;      // x as [chunks][batch][64], a box of it a stage's
+  CUtensorMap x_map;      // x as [chunks][batch][64], a box of it a stage's, or a part of a chunk's where it is shared
 #endif
   const uint8_t* packed;
   const uint16_t* x;      // [batch, in_features], rows x_stride apart
@@ -28,7 +29,7 @@ struct Problem {
   const uint16_t* bias;   // [out_features] or null
   uint16_t* y;            // [batch, out_features]
   float* partials;        // a result of a block for each block
-  uint32_t* counters;     // one a block, zero between calls
+  uint64_t* counters;     // one a block, zero between calls
   int64_t x_stride;
   int out_features, batch;
   int strips, chunks;
@@ -40,9 +41,19 @@ struct Problem {
   Split split;            // with clusters, of a row tile's units
 };
 
+template <class Tile>
+FPX_DEVICE int this_worker() { return blockIdx.x / Tile::kShare; }
+
+// This block's part of a row tile that those which share x have in common.
+template <class Tile>
+FPX_DEVICE int own_row_tile(const Piece& at) { return at.row_tile * Tile::kShare + blockIdx.x % Tile::kShare; }
+
 // The pieces of this block, in the order in which they are copied and multiplied.
+template <class Tile>
 FPX_DEVICE Pieces pieces_of_block(const Problem& p) {
-  if (p.cluster == 1) return Pieces::of_run(p.split.begin(blockIdx.x), p.split.begin(blockIdx.x + 1), p.units);
+  const int worker = this_worker<Tile>();
+  if (Tile::kShare > 1 || p.cluster == 1)
+    return Pieces::of_run(p.split.begin(worker), p.split.begin(worker + 1), p.units);
   const int rank = cluster_rank();
   return Pieces::of_one({int(cluster_id()), p.split.begin(rank), p.split.begin(rank + 1), 0});
 }
@@ -55,8 +66,8 @@ struct Weights {
   size_t strip_bytes;
 
   FPX_DEVICE Weights(const Problem& p, const Piece& at) {
-    const int strip = at.row_tile * Tile::kStrips, chunk = at.k * Tile::kStageChunks;
-    strips = min(Tile::kStrips, p.strips - strip);
+    const int strip = own_row_tile<Tile>(at) * Tile::kStrips, chunk = at.k * Tile::kStageChunks;
+    strips = max(0, min(Tile::kStrips, p.strips - strip));
     chunks = min(Tile::kStageChunks, p.chunks - chunk);
     from = p.packed + tile_offset<F>(strip, chunk, 0, p.chunks);
     strip_bytes = size_t(p.chunks) * F::kChunkBytes;
@@ -64,7 +75,7 @@ struct Weights {
 };
 
 // sm_90: one more warp than multiply feeds the copy engine. A stage is full when the engine's bytes have arrived, and
-// empty again when every multiplying warp has arrived.
+// empty again when every multiplying warp has arrived, those of all blocks that share x.
 template <class F, class Tile>
 struct BulkPipeline {
   static constexpr int kExtraThreads = Tile::kRegisters ? 4 * kLanes : kLanes;  // registers are given by warpgroups
@@ -80,7 +91,7 @@ struct BulkPipeline {
       return;
     }
     if (lane < p.stages) {
-      barrier_init(full(lane), 1), barrier_init(empty(lane), Tile::kWarps);
+      barrier_init(full(lane), 1), barrier_init(empty(lane), Tile::kWarps * Tile::kShare);
       barrier_init_fence();
     }
     __syncwarp();
@@ -94,6 +105,7 @@ struct BulkPipeline {
   FPX_DEVICE void copy_all(const Problem& p) {
 #if FPX_ARCH >= 90
     if (threadIdx.x >= Tile::kThreads + kLanes) return;
+    if constexpr (Tile::kShare > 1) cluster_wait();  // others' barriers are there
     const int lane = threadIdx.x % kLanes;
     const uint64_t once = policy_evict_first(), often = policy_evict_last();
     if (lane == 0) prefetch_map(&p.x_map);
@@ -101,7 +113,7 @@ struct BulkPipeline {
     if (!p.dependent) wait_for_previous_kernels();
     int ahead = 0;
     Piece at;
-    for (Pieces pieces = pieces_of_block(p); pieces.next(at);)
+    for (Pieces pieces = pieces_of_block<Tile>(p); pieces.next(at);)
       for (; at.k < at.end; ++at.k, next(p), ++ahead) {
         if (ahead == early && early > 0) copy_first_x(p, early, often), early = 0;
         barrier_wait(empty(stage), parity ^ 1);
@@ -111,10 +123,11 @@ struct BulkPipeline {
         if (lane == 0) {
           const int bytes = weights.chunks * F::kChunkBytes;
           barrier_arrive_expecting(full(stage), weights.strips * bytes + Tile::kXBytes);
-          if (early == 0) copy_x(p, at, often);
+#pragma unroll 1
           for (int strip = 0; strip < weights.strips; ++strip)
             copy_bulk(to + strip * Tile::kStageChunks * F::kChunkBytes, weights.from + strip * weights.strip_bytes, bytes,
                       full(stage), gridDim.y == 1 ? once : often);
+          if (early == 0) copy_x(p, at, often);
         }
       }
     if (early > 0) copy_first_x(p, ahead, often);
@@ -132,7 +145,12 @@ struct BulkPipeline {
     int s = stage - behind;
     if (s < 0) s += p.stages;
     __syncwarp();
-    if (threadIdx.x % kLanes == 0) barrier_arrive(empty(s));
+    const int lane = threadIdx.x % kLanes;
+    if constexpr (Tile::kShare > 1) {
+      if (lane < Tile::kShare) barrier_arrive_at_block(empty(s), lane);
+    } else {
+      if (lane == 0) barrier_arrive(empty(s));
+    }
   }
 
   FPX_DEVICE void next(const Problem& p) {
@@ -146,7 +164,17 @@ struct BulkPipeline {
 
 #if FPX_ARCH >= 90
   FPX_DEVICE void copy_x(const Problem& p, const Piece& at, uint64_t policy) {
-    copy_box(address(), &p.x_map, blockIdx.y * Tile::kBatch, at.k * Tile::kStageChunks, full(stage), policy);
+    const int row = blockIdx.y * Tile::kBatch, chunk = at.k * Tile::kStageChunks;
+    if constexpr (Tile::kShare == 1) {
+      copy_box(address(), &p.x_map, row, chunk, full(stage), policy);
+    } else {  // rows of this block's part, for all
+      constexpr int kRows = Tile::kBatch / Tile::kShare;
+      const int rank = blockIdx.x % Tile::kShare;
+#pragma unroll
+      for (int c = 0; c < Tile::kStageChunks; ++c)
+        copy_box_to_blocks(address() + c * Tile::kXChunkBytes + rank * kRows * Tile::kXRowBytes, &p.x_map,
+                           row + rank * kRows, chunk + c, full(stage), (1 << Tile::kShare) - 1, policy);
+    }
   }
 
   // x of the first `count` stages, once the kernels before this one have ended.
@@ -156,7 +184,7 @@ struct BulkPipeline {
     BulkPipeline first = *this;
     first.stage = 0;
     Piece at;
-    for (Pieces pieces = pieces_of_block(p); count > 0 && pieces.next(at);)
+    for (Pieces pieces = pieces_of_block<Tile>(p); count > 0 && pieces.next(at);)
       for (; at.k < at.end && count > 0; ++at.k, ++first.stage, --count) first.copy_x(p, at, policy);
   }
 
@@ -182,7 +210,7 @@ struct AsyncPipeline {
   bool more;
   int stage = 0, stage_ahead = 0;
 
-  FPX_DEVICE AsyncPipeline(const Problem& p, uint32_t stages, uint32_t) : stages(stages), pieces(pieces_of_block(p)) {
+  FPX_DEVICE AsyncPipeline(const Problem& p, uint32_t stages, uint32_t) : stages(stages), pieces(pieces_of_block<Tile>(p)) {
     more = pieces.next(ahead);
     for (int s = 0; s < p.stages - 1; ++s) copy(p);
   }

@@ -97,8 +97,10 @@ FPX_DEVICE uint32_t from_floats<BFloat16>(float first, float second) {
   return pair;
 }
 
-// A barrier among the first `threads` threads of the block only: the warp that copies must not be waited for.
-FPX_DEVICE void sync_threads(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+// A barrier among the threads of a group: the warp that copies must not be waited for.
+FPX_DEVICE void sync_group(int group, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "r"(threads) : "memory");
+}
 
 // Another barrier, of all threads of the block, which some wait for and some only tell.
 FPX_DEVICE void wait_for_threads(int threads) { asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory"); }
@@ -129,6 +131,15 @@ FPX_DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release
 
 FPX_DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives at another block's barrier. Not ordered after writes, which would take a fence of all memory: it only says that
+// what was read of a stage has been read, and a read's result is there before what is done after it.
+FPX_DEVICE void barrier_arrive_at_block(uint32_t barrier, int rank) {
+  asm volatile(
+      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];}"
+      ::"r"(barrier), "r"(rank)
+      : "memory");
 }
 
 // Arrives, and lets the phase wait for that many bytes of copies too.
@@ -168,6 +179,15 @@ FPX_DEVICE void copy_box(uint32_t to, const void* map, int row, int chunk, uint3
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
       "l"(map), "r"(0), "r"(row), "r"(chunk), "r"(barrier), "l"(policy)
+      : "memory");
+}
+// The same to the same place of every block of the cluster that has a bit in `blocks`, and to its barrier.
+FPX_DEVICE void copy_box_to_blocks(uint32_t to, const void* map, int row, int chunk, uint32_t barrier, uint16_t blocks,
+                                   uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(to),
+      "l"(map), "r"(0), "r"(row), "r"(chunk), "r"(barrier), "h"(blocks), "l"(policy)
       : "memory");
 }
 FPX_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
@@ -228,15 +248,23 @@ FPX_DEVICE uint16_t load_early(const uint16_t* from) {
   return v;
 }
 
-// Counting across blocks: adds one after all writes that this thread has seen; waits for a count and resets it.
-FPX_DEVICE void count_one(uint32_t* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+// A load past the first cache that is begun where it stands.
+FPX_DEVICE float4 load_now(const float4* from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
+  return v;
 }
-FPX_DEVICE void wait_for_count(uint32_t* counter, uint32_t count) {
-  uint32_t now;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  while (now != count);
-  *counter = 0;
+
+// Counting across blocks, for each of four groups by itself: adds one after all writes that this thread has seen; waits
+// for a count and takes it away.
+FPX_DEVICE void count_one(uint64_t* counter, int group) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(uint64_t(1) << (16 * group)) : "memory");
+}
+FPX_DEVICE void wait_for_count(uint64_t* counter, int group, uint32_t count) {
+  uint64_t now;
+  do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(counter) : "memory");
+  while ((uint32_t(now >> (16 * group)) & 0xFFFF) != count);
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(-(uint64_t(count) << (16 * group))) : "memory");
 }
 
 FPX_DEVICE float4 load_float4(uint32_t from) {
@@ -271,21 +299,21 @@ FPX_DEVICE void cluster_wait() {
 #endif
 }
 
-// Writing to another block's shared memory, telling its barrier, and waiting for what others have written to this one's.
-FPX_DEVICE void store_at_block(uint32_t to, int rank, float4 v) {
+// The address of the same place in another block's shared memory.
+FPX_DEVICE uint32_t address_at_block(uint32_t address, int rank) {
+  uint32_t there = 0;
 #if FPX_ARCH >= 90
-  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.v4.f32 [there], {%2,%3,%4,%5};}"
-               ::"r"(to), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
 #endif
+  return there;
 }
-FPX_DEVICE void barrier_arrive_at_block(uint32_t barrier, int rank) {
+
+// Writing there, counted by a barrier there like a copy's bytes; and waiting for what others have written here so.
+FPX_DEVICE void store_at_block(uint32_t there, float4 v, uint32_t barrier_there) {
 #if FPX_ARCH >= 90
-  asm volatile(
-      "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier_there)
+               : "memory");
 #endif
 }
 FPX_DEVICE void barrier_wait_for_cluster(uint32_t barrier, uint32_t parity) {

@@ -4,10 +4,11 @@
 // kStageChunks chunks, which is what one pipeline stage holds. All units, row tile after row tile, are dealt to the
 // workers in equal consecutive runs, whatever the shape ("stream-K"), so every multiprocessor streams the same number of
 // bytes. A row tile that several workers share is summed from their partial results in the order of the workers: the
-// split depends on the shape alone, so equal inputs give equal bits. A worker does the tiles that it shares first, so
-// that they are summed while it multiplies the tiles that are its own.
+// split depends on the shape alone, so equal inputs give equal bits. A worker begins with what it owes to the worker before
+// it and ends with the tile that the next one has begun with, so that nobody waits long.
 //
-// A worker is one thread block a batch tile; the blocks of a worker read the same weights at about the same time, which
+// A worker is one thread block a batch tile, or a cluster of kShare blocks, each with rows of its own, which share x: each
+// fetches a part of it for all. The blocks of a worker's batch tiles read the same weights at about the same time, which
 // reach them from the L2 cache.
 #pragma once
 
@@ -45,10 +46,11 @@ struct Stage {
 template <int kMTiles_, int kRowWarps_, int kStageChunks_, int kNTiles_>
 struct MmaTile : Stage<kMTiles_ * kRowWarps_ / kStripTiles, kStageChunks_, 8 * kNTiles_> {
   static constexpr bool kWgmma = false;
+  static constexpr int kShare = 1;
   static constexpr int kLeastStages = 1, kRegisters = 0, kCopierRegisters = 0;
   static constexpr int kMTiles = kMTiles_, kRowWarps = kRowWarps_, kNTiles = kNTiles_;
   static constexpr int kWarps = kRowWarps * kStageChunks_;
-  static constexpr int kThreads = kWarps * kLanes;  // that multiply
+  static constexpr int kThreads = kWarps * kLanes, kGroups = 1;  // that multiply; all finish a row tile together
   static_assert(kMTiles * kRowWarps % kStripTiles == 0 && kStripTiles % kMTiles == 0, "a warp in one strip");
 
   // A row of results, while warps are summed: 4 floats more, so that a fragment's rows fall into different banks.
@@ -60,15 +62,18 @@ struct MmaTile : Stage<kMTiles_ * kRowWarps_ / kStripTiles, kStageChunks_, 8 * k
 };
 
 // A block's tile by wgmma: kGroups groups of four warps, each of kMTiles multiplications of a strip x all batch rows,
-// kTogether of which, 16 inputs each, are begun in a row.
-template <int kGroups_, int kMTiles_, int kStageChunks_, int kBatch_, int kTogether_ = 1>
+// kTogether of which, 16 inputs each, are begun in a row. kShare blocks of a cluster share x.
+template <int kGroups_, int kMTiles_, int kStageChunks_, int kBatch_, int kTogether_ = 1, int kShare_ = 1>
 struct WgmmaTile : Stage<kGroups_ * kMTiles_, kStageChunks_, kBatch_> {
   static constexpr bool kWgmma = true;
+  static constexpr int kShare = kShare_;
+  static_assert(kBatch_ / kShare % 8 == 0, "the swizzle repeats every eight rows");
   static constexpr int kTogether = kTogether_, kParts = kStageChunks_ * kMTiles_ * kSteps / kTogether;  // of a stage
   // A stage is given back after the first two parts of the next, the one after that acquired before the last part.
   static constexpr int kLeastStages = kParts == 2 ? 3 : 2;
   static_assert(kSteps % kTogether == 0 && kParts % 2 == 0, "two sets of registers alternate");
   static constexpr int kMTiles = kMTiles_, kWarps = 4 * kGroups_, kThreads = kWarps * kLanes, kSumBytes = 0;
+  static constexpr int kGroups = kGroups_;  // each finishes its rows by itself
   // Registers of a thread that multiplies, where its sums are many: more than its share, which the copier's threads give.
   static constexpr bool kGives = kMTiles * kBatch_ / 2 >= (kGroups_ > 2 ? 32 : 64);
   static constexpr int kRegisters = !kGives ? 0 : kGroups_ == 2 ? 224 : kGroups_ == 3 ? 152 : 104;
@@ -107,13 +112,14 @@ struct Split {
   }
 };
 
-// A part of a row tile: its units begin .. end, and the unit at which a walk of it is.
+// A part of a row tile: its units begin .. end, and the unit at which a walk of it is. Blocks that share x have a row tile
+// in common here, of which each has its part.
 struct Piece {
   int row_tile, begin, end, k;
 };
 
-// A run of units as pieces of one row tile each: first the end of a tile that the worker before has begun, then the
-// beginning of one that the next worker ends, then whole tiles.
+// A run of units as pieces of one row tile each: first the end of a tile of which the worker before has the beginning, then
+// whole tiles, then the beginning of one that the next worker ends.
 struct Pieces {
   Piece head, tail;
   int tile, tile_end, units;
@@ -129,8 +135,8 @@ struct Pieces {
 
   FPX_HD bool next(Piece& piece) {
     if (head.begin < head.end) piece = head, head.end = 0;
-    else if (tail.begin < tail.end) piece = tail, tail.end = 0;
     else if (tile < tile_end) piece = {tile++, 0, units, 0};
+    else if (tail.begin < tail.end) piece = tail, tail.end = 0;
     else return false;
     piece.k = piece.begin;
     return true;
