@@ -99,10 +99,10 @@ def candidates(kernel: library.Library, out_features: int, batch: int) -> Iterat
     for variant in kernel.variants:
         if variant.batch > max(8, 2 * batch) or min(batch, 256) > 4 * variant.batch:
             continue
-        tiles = -(-out_features // variant.rows)
-        clusters = [c for c in (2, 4) if batch <= 128 and c * tiles <= 300]  # so that all blocks run at once
+        tiles = -(-out_features // variant.rows) * -(-batch // variant.batch)
+        clusters = [c for c in (2, 4) if c * tiles <= 300]  # so that all blocks run at once
         for blocks, cluster in [(1, 1), (2, 1), *((1, c) for c in clusters)]:
-            plan = library.Plan(variant, blocks, library.sharers_of(cluster), cluster=cluster)
+            plan = library.Plan(variant, blocks, library.sharers_of(cluster, variant), cluster=cluster)
             if kernel.stages(plan):
                 yield plan
 

@@ -208,6 +208,48 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
 }
 
 #if FPX_ARCH == 90
+// The end of a row tile that a cluster's blocks share, by wgmma: each sums and stores a part of the batch rows, fours
+// from .. to of each thread and strip, in the order of the blocks.
+template <class F, class T, class Tile>
+FPX_DEVICE void sum_in_cluster(const Problem& p, WgmmaSums<F, T, Tile>& mine, uint32_t received, uint32_t barrier,
+                               int& from, int& to) {
+  constexpr int kFours = Tile::kBatch / 8;
+  const int rank = cluster_rank(), part = divide_up(kFours, p.cluster), bytes = part * Tile::kMTiles * Tile::kThreads * 16;
+  from = rank * part, to = min(kFours, from + part);
+  const auto place = [&](int block, int m, int n) {  // of a four of another block, n counted from the part's first
+    return (block > rank ? block - 1 : block) * bytes + ((m * part + n) * Tile::kThreads + threadIdx.x) * 16;
+  };
+  if (threadIdx.x == 0)
+    barrier_arrive_expecting(barrier, (p.cluster - 1) * max(0, to - from) * Tile::kMTiles * Tile::kThreads * 16);
+  cluster_wait();  // all have started
+#pragma unroll
+  for (int n = 0; n < kFours; ++n) {
+    const int owner = n / part, block = rank > owner ? rank - 1 : rank;  // there, this block is that number among the others
+    if (owner == rank) continue;
+    const uint32_t there = address_at_block(received + block * bytes, owner), barrier_there = address_at_block(barrier, owner);
+#pragma unroll
+    for (int m = 0; m < Tile::kMTiles; ++m) {
+      const float* d = mine.d[m] + 4 * n;
+      store_at_block(there + ((m * part + n - owner * part) * Tile::kThreads + threadIdx.x) * 16,
+                     make_float4(d[0], d[1], d[2], d[3]), barrier_there);
+    }
+  }
+  barrier_wait_for_cluster(barrier, 0);
+#pragma unroll
+  for (int n = 0; n < kFours; ++n) {
+    if (n < from || n >= to) continue;
+#pragma unroll
+    for (int m = 0; m < Tile::kMTiles; ++m) {
+      float* d = mine.d[m] + 4 * n;
+      const float4 own = make_float4(d[0], d[1], d[2], d[3]);
+      float4 sum = rank == 0 ? own : load_float4(received + place(0, m, n - from));
+      for (int block = 1; block < p.cluster; ++block)
+        sum = add(sum, block == rank ? own : load_float4(received + place(block, m, n - from)));
+      d[0] = sum.x, d[1] = sum.y, d[2] = sum.z, d[3] = sum.w;
+    }
+  }
+}
+
 // A thread has its results for itself, partial ones too.
 template <class F, class T, class Tile>
 FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>& mine,
@@ -221,16 +263,12 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>&
       for (int i = 0; i < kFours; ++i) body((m * kFours + i) * Tile::kThreads + threadIdx.x, mine.d[m] + 4 * i);
   };
   const auto add_to = [](float* d, float4 four) { d[0] += four.x, d[1] += four.y, d[2] += four.z, d[3] += four.w; };
-  if (Tile::kShare == 1 && p.cluster > 1) {
+  int from_four = 0, to_four = kFours;  // of a strip, what this block stores
+  if (Tile::kClusters && p.cluster > 1) {
     epilogue.share(p, factors);
     sync_group<Tile>();
-    const ClusterSums others(p, shared_address(sums) + p.sent_offset, sums_barrier, Tile::kRows * Tile::kBatch / 4);
-    if (others.rank > 0) {
-      each_four([&](int i, const float* d) { others.send(i, make_float4(d[0], d[1], d[2], d[3])); });
-      return;
-    }
-    others.await();
-    for (int block = 1; block < p.cluster; ++block) each_four([&](int i, float* d) { add_to(d, others.of(block, i)); });
+    if constexpr (Tile::kClusters)
+      sum_in_cluster(p, mine, shared_address(sums) + p.sent_offset, sums_barrier, from_four, to_four);
   } else {
     if (at.begin > 0) {
       float4* to = partial<Tile>(p, worker0);
@@ -243,19 +281,26 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>&
     if (at.end < p.units.by) {
       const int last = last_sharer(p, at.row_tile);
       await_partials<Tile>(p, last);
-      for (int worker = worker0 + 1; worker <= last; ++worker) {
-        // Several loads at a time: else each addition waits for memory.
-        const float4* from = partial<Tile>(p, worker) + threadIdx.x;
-        constexpr int kAtOnce = 4;
+      // Many loads at a time, else each addition waits for memory: of two workers' results where registers allow.
+      constexpr int kWorkers = Tile::kGroups == 2 && Tile::kBatch <= 128 ? 2 : 1;
+      constexpr int kAtOnce = Tile::kGroups == 4 && (Tile::kBatch > 64 || Tile::kMTiles > 1) ? 4 : kFours < 8 ? kFours : 8;
+      for (int worker = worker0 + 1; worker <= last; worker += kWorkers) {
 #pragma unroll
         for (int m = 0; m < Tile::kMTiles; ++m)
 #pragma unroll
           for (int i = 0; i < kFours; i += kAtOnce) {
-            float4 fours[kAtOnce];
+            float4 fours[kWorkers][kAtOnce];
 #pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) fours[j] = load_now(from + (m * kFours + i + j) * Tile::kThreads);
+            for (int w = 0; w < kWorkers; ++w) {
+              const float4* from = partial<Tile>(p, min(worker + w, last)) + (m * kFours + i) * Tile::kThreads + threadIdx.x;
 #pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) add_to(mine.d[m] + 4 * (i + j), fours[j]);
+              for (int j = 0; j < kAtOnce; ++j) fours[w][j] = load_now(from + j * Tile::kThreads);
+            }
+#pragma unroll
+            for (int w = 0; w < kWorkers; ++w)
+              if (worker + w <= last)
+#pragma unroll
+                for (int j = 0; j < kAtOnce; ++j) add_to(mine.d[m] + 4 * (i + j), fours[w][j]);
           }
       }
     }
@@ -264,9 +309,10 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>&
   for (int m = 0; m < Tile::kMTiles; ++m) {
     const int output = (warp / 4 * Tile::kMTiles + m) * kStripRows + warp % 4 * kTileRows + lane_output(lane, 0);
 #pragma unroll
-    for (int n = 0; n < Tile::kBatch / 8; ++n)
+    for (int n = 0; n < kFours; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        if (n < from_four || n >= to_four) continue;
         const int row = blockIdx.y * Tile::kBatch + 8 * n + 2 * (lane % 4) + i;
         const float y[2] = {epilogue.apply(factors, output, mine.d[m][4 * n + i]),
                             epilogue.apply(factors, output + 1, mine.d[m][4 * n + i + 2])};

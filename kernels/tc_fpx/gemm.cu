@@ -20,7 +20,7 @@ struct fpx_plan {
   int sharers;      // blocks among which a multiprocessor's shared memory is divided, at least blocks_per_sm
   int max_workers;  // thread blocks a batch tile, at most; 0: as many as fit
   int max_stages;   // of the pipeline; 0: as many as fit
-  int cluster;      // 1; or blocks that share each row tile by their shared memory, at most 8, of a variant without share
+  int cluster;      // 1; or blocks that share each row tile by their shared memory, at most 8, of a variant that has clusters
   int dependent;    // the kernel may start before the one before it on the stream has ended
 };
 
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Tile::kThreads + Pipeline<F, Tile>::kExtraThre
   const uint32_t base = shared_address(shared);
   const uint32_t sums_barrier = base + 2 * kMaxStages * 8;
   if constexpr (kBulk)
-    if (Tile::kShare == 1 && p.cluster > 1) {  // blocks may write to each other's shared memory once all have started
+    if (Tile::kClusters && p.cluster > 1) {  // blocks may write to each other's shared memory once all have started
       if (threadIdx.x == 0) barrier_init(sums_barrier, 1), barrier_init_fence();
       __syncwarp();
       cluster_arrive();
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Tile::kThreads + Pipeline<F, Tile>::kExtraThre
 struct Variant {
   void (*kernel)(Problem);
   int rows, stage_chunks, batch, share, threads, sums_offset, fixed_bytes, stage_bytes, least_stages;
-  bool wgmma;
+  bool wgmma, clusters;
 };
 
 template <class Tile>
@@ -98,24 +98,23 @@ constexpr Variant variant() {
           kFixedBytes<Tile>,
           Tile::template bytes<Format_>(),
           Tile::kLeastStages,
-          Tile::kWgmma};
+          Tile::kWgmma,
+          Tile::kClusters};
 }
 
 const Variant kVariants[] = {
     variant<MmaTile<4, 1, 8, 1>>(), variant<MmaTile<4, 1, 4, 1>>(), variant<MmaTile<4, 2, 4, 1>>(),
     variant<MmaTile<4, 1, 8, 2>>(), variant<MmaTile<4, 1, 4, 2>>(), variant<MmaTile<4, 2, 4, 2>>(),
-    variant<MmaTile<4, 2, 4, 4>>(), variant<MmaTile<4, 4, 2, 4>>(),
+    variant<MmaTile<4, 2, 4, 4>>(),
 #if FPX_ARCH == 90
-    variant<WgmmaTile<2, 1, 2, 32, 2>>(), variant<WgmmaTile<4, 1, 2, 32, 2>>(),
-    variant<WgmmaTile<2, 1, 2, 64>>(), variant<WgmmaTile<4, 1, 2, 64>>(), variant<WgmmaTile<4, 2, 1, 64>>(),
-    variant<WgmmaTile<3, 1, 1, 128>>(), variant<WgmmaTile<4, 1, 1, 128>>(),
-    variant<WgmmaTile<2, 1, 1, 256, 2>>(),
-    variant<WgmmaTile<2, 1, 2, 32, 2, 2>>(), variant<WgmmaTile<4, 1, 2, 32, 2, 2>>(), variant<WgmmaTile<4, 1, 2, 32, 2, 4>>(),
-    variant<WgmmaTile<2, 1, 2, 64, 1, 2>>(), variant<WgmmaTile<4, 1, 2, 64, 1, 2>>(), variant<WgmmaTile<4, 1, 2, 64, 1, 4>>(),
-    variant<WgmmaTile<3, 1, 1, 128, 1, 2>>(), variant<WgmmaTile<4, 1, 1, 128, 1, 2>>(), variant<WgmmaTile<4, 1, 1, 128, 1, 4>>(),
-    variant<WgmmaTile<2, 1, 1, 256, 2, 2>>(), variant<WgmmaTile<2, 1, 1, 256, 2, 4>>(),
+    variant<WgmmaTile<2, 1, 2, 32, 2>>(), variant<WgmmaTile<2, 1, 2, 32, 2, 2>>(),
+    variant<WgmmaTile<2, 1, 2, 64>>(), variant<WgmmaTile<2, 1, 2, 64, 1, 2>>(),
+    variant<WgmmaTile<4, 1, 2, 64>>(), variant<WgmmaTile<4, 1, 2, 64, 1, 2>>(),
+    variant<WgmmaTile<2, 1, 2, 128>>(), variant<WgmmaTile<2, 1, 2, 128, 1, 2>>(),
+    variant<WgmmaTile<3, 1, 1, 128, 2>>(), variant<WgmmaTile<3, 1, 1, 128, 2, 2>>(),
+    variant<WgmmaTile<2, 1, 1, 256, 2>>(), variant<WgmmaTile<2, 1, 1, 256, 2, 2>>(), variant<WgmmaTile<2, 1, 1, 256, 2, 4>>(),
 #else
-    variant<MmaTile<2, 4, 2, 8>>(),
+    variant<MmaTile<4, 4, 2, 4>>(), variant<MmaTile<2, 4, 2, 8>>(),
 #endif
 };
 constexpr int kVariantCount = sizeof kVariants / sizeof kVariants[0];
@@ -172,11 +171,14 @@ int stages_that_fit(const DeviceState& s, const Variant& v, int sharers, int bes
   return bytes < v.fixed_bytes || stages < least ? 0 : stages < most ? stages : most;
 }
 
-// What the blocks of a cluster but the first send to it.
-int sent_bytes(const Variant& v, int cluster) { return (cluster - 1) * v.rows * v.batch * 4; }
+// What a block of a cluster is sent by the others: sums of its part of the batch by wgmma, else the first block of all.
+int sent_bytes(const Variant& v, int cluster) {
+  const int batch = v.wgmma ? 8 * divide_up(v.batch / 8, cluster) : v.batch;
+  return (cluster - 1) * v.rows * batch * 4;
+}
 
 int stages_of_plan(const DeviceState& s, const Variant& v, int sharers, int cluster) {
-  if (cluster < 1 || cluster > 8 || (cluster > 1 && (v.share > 1 || !kBulk))) return 0;
+  if (cluster < 1 || cluster > 8 || (cluster > 1 && !(v.clusters && kBulk))) return 0;
   return stages_that_fit(s, v, sharers, sent_bytes(v, cluster));
 }
 

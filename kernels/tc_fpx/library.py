@@ -271,15 +271,15 @@ def plan(library: Library, out_features: int, in_features: int, batch: int, depe
         key=lambda v: (abs(v.share - share), abs(v.rows - rows), abs(v.stage_inputs - inputs)),
     )
     candidates = (
-        Plan(best, blocks, sharers_of(cluster), cluster=cluster, dependent=dependent),
+        Plan(best, blocks, sharers_of(cluster, best), cluster=cluster, dependent=dependent),
         Plan(best, blocks, dependent=dependent),
     )
     return next((p for p in candidates if library.stages(p)), Plan(best, dependent=dependent))
 
 
-def sharers_of(cluster: int) -> int:
-    """Clusters are for small weights, whose kernels are short: they leave room for a block of the next one."""
-    return 2 if cluster > 1 else 0
+def sharers_of(cluster: int, variant: Variant) -> int:
+    """Clusters are for small weights, whose kernels are short: where stages are small, they leave room for the next."""
+    return 2 if cluster > 1 and not variant.wgmma else 0
 
 
 def chosen_tile(weights: int, batch: int) -> tuple[Tile, int, int]:

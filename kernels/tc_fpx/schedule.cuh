@@ -47,6 +47,7 @@ template <int kMTiles_, int kRowWarps_, int kStageChunks_, int kNTiles_>
 struct MmaTile : Stage<kMTiles_ * kRowWarps_ / kStripTiles, kStageChunks_, 8 * kNTiles_> {
   static constexpr bool kWgmma = false;
   static constexpr int kShare = 1;
+  static constexpr bool kClusters = true;  // a row tile may be a cluster's
   static constexpr int kLeastStages = 1, kRegisters = 0, kCopierRegisters = 0;
   static constexpr int kMTiles = kMTiles_, kRowWarps = kRowWarps_, kNTiles = kNTiles_;
   static constexpr int kWarps = kRowWarps * kStageChunks_;
@@ -67,6 +68,7 @@ template <int kGroups_, int kMTiles_, int kStageChunks_, int kBatch_, int kToget
 struct WgmmaTile : Stage<kGroups_ * kMTiles_, kStageChunks_, kBatch_> {
   static constexpr bool kWgmma = true;
   static constexpr int kShare = kShare_;
+  static constexpr bool kClusters = kShare == 1 && kGroups_ == 2 && kBatch_ <= 128;  // larger sums leave no registers
   static_assert(kBatch_ / kShare % 8 == 0, "the swizzle repeats every eight rows");
   static constexpr int kTogether = kTogether_, kParts = kStageChunks_ * kMTiles_ * kSteps / kTogether;  // of a stage
   // A stage is given back after the first two parts of the next, the one after that acquired before the last part.
