@@ -184,7 +184,7 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
   } else {
     const int last = at.end < p.units.by ? last_sharer(p, at.row_tile) : worker0;
     if (last > worker0) await_partials<Tile>(p, last);
-    constexpr int kAtOnce = Tile::kRows * Tile::kBatch / 4 > Tile::kThreads ? 2 : 1;  // loads from memory
+    constexpr int kAtOnce = Tile::kNTiles == 2 ? 2 : 1;  // loads from memory; more would spill
 #pragma unroll 1
     for (int first = threadIdx.x; first < fours; first += kAtOnce * Tile::kThreads) {
       const int count = min(kAtOnce, divide_up(fours - first, Tile::kThreads));

@@ -35,7 +35,7 @@ def test_every_kernel_compiles_without_a_warning_or_a_spill_that_matters(source,
         kernels = report.count("Compiling entry function")
         assert len(spills) >= kernels > 0, (defines, report)
         # Where sums fill the registers, a few words that the inner loop does not touch may wait in memory.
-        assert max(int(stack) for stack, *_ in spills) <= 32, (defines, report)
+        assert max(int(stack) for stack, *_ in spills) <= 64, (defines, report)
 
 
 @needs_nvcc
