@@ -60,13 +60,20 @@ def plot(timings: Sequence[Timing], title: str, path: Path) -> None:
 
     Raises FpquantError where matplotlib is not installed, or the file's name says another format.
     """
-    kind, figure_class = _kind(path), _figure()
+    kind = _kind(path)
+    figure = figure_of(timings, title)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format=kind, dpi=150)
+
+
+def figure_of(timings: Sequence[Timing], title: str) -> Any:
+    """The matplotlib figure that `plot` writes."""
     shapes = list(dict.fromkeys(t.shape for t in timings))
     kernels = [k for k in dict.fromkeys(t.kernel for t in timings) if k != BASELINE]
     batches = sorted({t.batch for t in timings})
     across = min(4, len(shapes)) if len(shapes) != 4 else 2
     down = math.ceil(len(shapes) / across)
-    figure = figure_class(figsize=(0.8 + 4.2 * across, 0.9 + 2.9 * down), layout="constrained")
+    figure = _figure()(figsize=(0.8 + 4.2 * across, 0.9 + 2.9 * down), layout="constrained")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for panel in panels.flat[len(shapes) :]:
         panel.set_visible(False)
@@ -80,17 +87,16 @@ def plot(timings: Sequence[Timing], title: str, path: Path) -> None:
         panel.set_xscale("log", base=2)
         panel.set_xticks(batches, [str(b) for b in batches], fontsize=7)
         panel.minorticks_off()
-        panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         panel.set_title(shape)
+    panels[0, 0].set_ylim(bottom=0)  # all panels share it: set earlier, it would end where the first one's points do
     for panel in panels[-1]:
         panel.set_xlabel("batch")
     figure.supylabel("speed relative to cuBLAS")
     figure.suptitle(title)
     handles = {label: line for p in panels.flat for line, label in zip(*p.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(6, max(1, len(handles))))
-    with written_whole(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=150)
+    return figure
 
 
 def _kind(path: Path) -> str:

@@ -374,13 +374,18 @@ def test_more_graphs_than_there_are_counters(kernels):
     """Each graph has counters of its own and gives them back; past the last, tiles are not shared and y stays right."""
     weight, kernel = Weight(FP6, 200, 4096), kernels[FP6, torch.float16]
     x = random_x(torch.float16, 2, 4096)
-    weight.linear(x)
+    plan = library.Plan(kernel.variants[0])  # no cluster, which would need no counters
+
+    def linear():
+        return kernel.linear(x, weight.packed, weight.scale, None, 200, plan)
+
+    linear()
     before = kernel.free_counter_sets()
     graphs, results = [], []
     for _ in range(before + 3):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
-            results.append(weight.linear(x))
+            results.append(linear())
     assert kernel.free_counter_sets() == 0
     double = weight.double()
     for graph, y in [(graphs[0], results[0]), (graphs[-1], results[-1])]:

@@ -138,6 +138,9 @@ def test_the_report_is_shown_as_tables_and_a_plot(clock, tmp_path):
     for kind in ("png", "svg"):
         shown.plot(report.timings, "a card, float16", tmp_path / f"speed.{kind}")
         assert (tmp_path / f"speed.{kind}").stat().st_size > 5000
+    panels = shown.figure_of(report.timings, "a card, float16").axes
+    tops = [max(max(line.get_ydata()) for line in panel.lines) for panel in panels if panel.lines]
+    assert all(panel.get_ylim()[1] >= max(tops) for panel in panels), "no point is outside its panel"
     with pytest.raises(FpquantError, match=r"name it \.png, \.svg or \.pdf"):
         shown.check_plot(tmp_path / "speed.gif")
 
