@@ -84,15 +84,14 @@ nearest in size."""
 
 @dataclass(frozen=True)
 class Variant:
-    """A tile of the kernel: its part of the output [rows, batch], the inputs of a pipeline stage, how many blocks of
-    a cluster, with rows of their own each, share x, and how many groups of warps divide the inputs of a stage."""
+    """A tile of the kernel: its part of the output [rows, batch], the inputs of a pipeline stage, and how many blocks
+    of a cluster, with rows of their own each, share x."""
 
     index: int
     rows: int
     stage_inputs: int
     batch: int
     share: int = 1
-    split: int = 1
     wgmma: bool = False
 
     @property
@@ -144,10 +143,10 @@ class Library:
         self.variants = [self._variant(i) for i in range(self._c.fpx_variant_count())]
 
     def _variant(self, index: int) -> Variant:
-        values = (ctypes.c_int * 6)()
+        values = (ctypes.c_int * 5)()
         self._c.fpx_variant(index, values)
-        rows, inputs, batch, share, split, wgmma = values
-        return Variant(index, rows, inputs, batch, share, split, bool(wgmma))
+        rows, inputs, batch, share, wgmma = values
+        return Variant(index, rows, inputs, batch, share, bool(wgmma))
 
     def stages(self, plan: Plan) -> int:
         """Pipeline stages that a plan has on the current device; 0: it does not fit there."""

@@ -98,16 +98,14 @@ struct MmaSums {
 template <class F, class T, class Tile>
 struct WgmmaSums {
   static constexpr int kTogether = Tile::kTogether, kParts = kSteps / kTogether;  // parts of a tile
-  static constexpr int kTiles = Tile::kGroupChunks * Tile::kMTiles;               // of a warp in a stage
+  static constexpr int kTiles = Tile::kStageChunks * Tile::kMTiles;               // of a warp in a stage
 
   float d[Tile::kMTiles][Tile::kBatch / 2];
-  uint32_t first, second, x_chunk;  // where, after a stage's start, the lane finds the planes of its first tile, and x
+  uint32_t first, second;  // where, after a stage's start, the lane finds the planes of its first tile
 
   FPX_DEVICE WgmmaSums() {
     const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    const int group = warp / 4, chunk = group % Tile::kSplit * Tile::kGroupChunks;
-    const int weights = Tile::template weight_offset<F>(group / Tile::kSplit * Tile::kMTiles, chunk, warp % 4);
-    x_chunk = chunk * Tile::kXChunkBytes;
+    const int weights = Tile::template weight_offset<F>(warp / 4 * Tile::kMTiles, 0, warp % 4);
     first = weights + word_offset(F::kBits, lane, 0), second = weights + word_offset(F::kBits, lane, 4);
     if (Tile::kMTiles > 1) first = opaque(first), second = opaque(second);  // registers are short: else they spill
   }
@@ -127,7 +125,7 @@ struct WgmmaSums {
     decode_part<0>(words, a[0]);
     if constexpr (kParts == 1 && kTiles > 1) load_tile<1>(stage, words);
     for (; at.k < at.end; ++at.k) {
-      const uint64_t x = x_descriptor(stage + x_chunk);
+      const uint64_t x = x_descriptor(stage);
       unrolled<kTiles * kParts>([&](auto n) {
         constexpr int kTile = n / kParts, kPart = n % kParts, kChunk_ = kTile / Tile::kMTiles;
         unrolled<kTogether>([&](auto i) {
