@@ -9,6 +9,7 @@ Each gradient is squared, added and freed as it arrives, so no full set of gradi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ MAX_LOSS_SCALE = 2.0**24
 LOSS_SCALE_MARGIN = 2.0**4
 """With fp16 weights the loss is scaled by the largest tried power of two that keeps the first sequence's gradients
 finite, less this margin for the others."""
+
+WAITING_GRADIENTS, WAITING_BYTES = 64, 1 << 30
+"""How many gradients on a GPU, and how much memory of them, may wait for the answer whether they are finite."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,11 @@ class _Sums:
     nonfinite: int = 0
     saturated: int = 0
 
-    def add_gradient(self, gradient: Tensor) -> None:
-        gradient = gradient.float()
-        if torch.isfinite(torch.linalg.vector_norm(gradient)):
-            self.fisher.addcmul_(gradient, gradient)
+    def add_gradient(self, gradient: Tensor, all_finite: bool) -> None:
+        if all_finite:
+            self.fisher.addcmul_(gradient, gradient)  # squares and sums in fp32, whatever the gradient's type
             return
+        gradient = gradient.float()
         finite = torch.isfinite(gradient)
         self.nonfinite += int((~finite).sum())
         square = torch.where(finite, gradient, 0.0).square_()
@@ -78,6 +82,43 @@ class _Sums:
         in_features = weight.shape[0 if is_conv1d(module) else 1]
         channel = torch.zeros(in_features, dtype=torch.float32, device=weight.device)
         return cls(torch.zeros_like(weight, dtype=torch.float32), channel, channel.clone(), channel.clone())
+
+
+class _Gradients:
+    """Adds each gradient once it is known whether all of it is finite and can be squared.
+
+    The answer is asked of the device at once and waited for some gradients later, which are kept meanwhile: a GPU is
+    not idle between two weights. On a CPU nothing waits.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[_Sums, Tensor, Tensor, torch.cuda.Event | None]] = deque()
+        self._bytes = 0
+
+    def add(self, sums: _Sums, gradient: Tensor) -> None:
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        event = None
+        if gradient.is_cuda:
+            norm = torch.empty((), dtype=torch.float32, pin_memory=True).copy_(norm, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(gradient.device))
+        self._waiting.append((sums, gradient, norm, event))
+        self._bytes += gradient.nbytes
+        while self._waiting and (
+            event is None or len(self._waiting) > WAITING_GRADIENTS or self._bytes > WAITING_BYTES
+        ):
+            self._add_oldest()
+
+    def finish(self) -> None:
+        while self._waiting:
+            self._add_oldest()
+
+    def _add_oldest(self) -> None:
+        sums, gradient, norm, event = self._waiting.popleft()
+        self._bytes -= gradient.nbytes
+        if event is not None:
+            event.synchronize()
+        sums.add_gradient(gradient, bool(torch.isfinite(norm)))
 
 
 @dataclass
@@ -124,11 +165,12 @@ def fisher_pass(
     with _only_these_train(model, modules):
         scale = _find_loss_scale(model, modules, ids[:1].to(device)) if half else 1.0
         with ExitStack() as hooks:
-            tap = _InputTap()
+            tap, gradients = _InputTap(), _Gradients()
             for name, module in modules.items():
-                _attach(hooks, module, sums[name], tap)
+                _attach(hooks, module, sums[name], tap, gradients)
             for sequence in track(ids, "Fisher pass", len(ids)):
                 _backward(model, sequence.unsqueeze(0).to(device), scale)
+            gradients.finish()
     return FisherResult(
         modules={name: _finish(s, modules[name], len(ids), scale, name) for name, s in sums.items()},
         nonfinite={name: s.nonfinite for name, s in sums.items() if s.nonfinite},
@@ -137,11 +179,11 @@ def fisher_pass(
     )
 
 
-def _attach(hooks: ExitStack, module: nn.Module, sums: _Sums, tap: _InputTap) -> None:
+def _attach(hooks: ExitStack, module: nn.Module, sums: _Sums, tap: _InputTap, gradients: _Gradients) -> None:
     def take_gradient(parameter: Tensor) -> None:
         assert parameter.grad is not None
         gradient, parameter.grad = parameter.grad, None
-        sums.add_gradient(gradient)
+        gradients.add(sums, gradient)
 
     def take_input(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         tap.enter(args[0] if args else next(iter(kwargs.values())), sums)
