@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -107,7 +108,7 @@ def build(name: str, folder: Path, arch: str, defines: dict[str, str]) -> Path:
 def target_of(nvcc: Path, name: str, folder: Path, arch: str, defines: dict[str, str]) -> Path:
     """Where `build` keeps a library; the name changes with all that it is made from."""
     digest = hashlib.sha256(version(nvcc).encode())
-    for file in sorted([*_sources(folder), *folder.glob("*.cuh")]):
+    for file in _with_headers(_sources(folder)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     digest.update(" ".join(command(Path("nvcc"), [], arch, defines, Path())).encode())
     return cache_dir() / "kernels" / f"{name}-sm_{arch}-{digest.hexdigest()[:16]}.so"
@@ -115,6 +116,18 @@ def target_of(nvcc: Path, name: str, folder: Path, arch: str, defines: dict[str,
 
 def _sources(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.cu"))
+
+
+def _with_headers(sources: Sequence[Path]) -> list[Path]:
+    """Sources and all that they include from beside them, each once, in an order that depends on these files alone."""
+    found: dict[Path, None] = {}
+    left = [source.resolve() for source in reversed(sources)]
+    while left:
+        if (file := left.pop()) not in found:
+            found[file] = None
+            included = re.findall(r'^#include "(.+?)"', file.read_text(), re.MULTILINE)
+            left += [path.resolve() for name in reversed(included) if (path := file.parent / name).exists()]
+    return list(found)
 
 
 @functools.cache

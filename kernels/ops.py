@@ -77,7 +77,7 @@ def _prepack_cuda(stream: Tensor, format: str, out_features: int, in_features: i
         if kernel is None:
             return prepack(stream, fmt, out_features, in_features)
         packed = stream.new_empty(packed_bytes(fmt, out_features, in_features))
-        kernel.prepack(_aligned(stream), packed, out_features, in_features)
+        kernel.prepack(aligned(stream), packed, out_features, in_features)
         return packed
 
 
@@ -89,7 +89,7 @@ def _unprepack_cuda(packed: Tensor, format: str, out_features: int, in_features:
         if kernel is None:
             return unprepack(packed, fmt, out_features, in_features)
         stream = packed.new_empty(stream_bytes(fmt, out_features, in_features))
-        kernel.unprepack(_aligned(packed), stream, out_features, in_features)
+        kernel.unprepack(aligned(packed), stream, out_features, in_features)
         return stream
 
 
@@ -125,7 +125,7 @@ def _dequantize_cuda(
             return _dequantize(packed, scale, format, out_features, in_features, dtype)
         dense = packed.new_empty(out_features, in_features, dtype=dtype)
         if dense.numel():
-            kernel.dequantize(_aligned(packed), scale.contiguous(), dense, 0, out_features)
+            kernel.dequantize(aligned(packed), scale.contiguous(), dense, 0, out_features)
         return dense
 
 
@@ -156,7 +156,7 @@ def _linear_cuda(
 ) -> Tensor:
     _check_linear(x, packed, scale, bias, format, out_features, in_features)
     rows = x.reshape(-1, in_features)
-    given, packed, scale = packed, _aligned(packed), scale.contiguous()
+    given, packed, scale = packed, aligned(packed), scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     with torch.cuda.device(x.device):
         kernel = _kernel(format, x.dtype, x.device)
@@ -165,9 +165,9 @@ def _linear_cuda(
         elif rows.numel() == 0 or out_features == 0:
             y = x.new_zeros(rows.shape[0], out_features)
         else:
-            early = _dependent.get() and packed is given  # a copy is just being written
+            early = dependent_launch_is_on() and packed is given  # a copy is just being written
             plan = tc_fpx.plan(kernel, out_features, in_features, rows.shape[0], early)
-            y = kernel.linear(_for_copies(rows), packed, scale, bias, out_features, plan)
+            y = kernel.linear(for_copies(rows), packed, scale, bias, out_features, plan)
     return y.reshape(*x.shape[:-1], out_features)
 
 
@@ -186,6 +186,10 @@ def dependent_launch(on: bool = True) -> Iterator[None]:
         yield
     finally:
         _dependent.reset(token)
+
+
+def dependent_launch_is_on() -> bool:
+    return _dependent.get()
 
 
 def by_dense_weight(
@@ -273,14 +277,14 @@ def _check_linear(
     return fmt
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Contiguous and aligned to 16 bytes: the same tensor or a copy."""
     if tensor.data_ptr() % 16:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def _for_copies(x: Tensor) -> Tensor:
+def for_copies(x: Tensor) -> Tensor:
     """x [batch, in] as the kernel copies it: rows contiguous, aligned to 16 bytes, a multiple of 64 long (zeros)."""
     if pad := -x.shape[1] % CHUNK:
         return torch.nn.functional.pad(x, (0, pad))
@@ -300,12 +304,12 @@ def _kernel(format: str, dtype: torch.dtype, device: torch.device) -> tc_fpx.Lib
     try:
         return tc_fpx.load(format, dtype, device)
     except KernelUnavailable as error:
-        _warn_once(str(error))
+        warn_once(str(error))
         return None
 
 
 @functools.cache
-def _warn_once(reason: str) -> None:
+def warn_once(reason: str) -> None:
     warnings.warn(
         f"fpquant uses PyTorch instead of its kernel, which is slower: {reason}", RuntimeWarning, stacklevel=2
     )

@@ -27,8 +27,9 @@ TILE_CODES, TILE_SCALES, CHUNK_BYTES = 512, 64, 4 * (512 + 64 + 4)
 class NestedTensor:
     """A weight [out, in] of nvfp4 and fp8 blocks.
 
-    base: uint8, 4 bits a weight, scales, and what a tile's lanes need to find their overflow. overflow: uint8, 8 bytes a
-    high block. starts: int32 [strips, chunks + 1], in units of 8 bytes. global_scale: f32 [1], s of the tensor.
+    base: uint8, 4 bits a weight, scales, and what a tile's lanes need to find their overflow. overflow: uint8, 8 bytes
+    a high block and for each strip, or none. starts: int32 [strips, chunks + 1], in units of 8 bytes. global_scale: f32
+    [1], s of the tensor.
     """
 
     shape: tuple[int, int]
@@ -40,6 +41,17 @@ class NestedTensor:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.base, self.overflow, self.starts, self.global_scale))
+
+
+def base_bytes(out_features: int, in_features: int) -> int:
+    """Bytes of the base of a weight [out, in]."""
+    rows, columns = padded_shape(out_features, in_features)
+    return rows // STRIP_ROWS * (columns // CHUNK) * CHUNK_BYTES
+
+
+def overflow_bytes(high_blocks: int, out_features: int) -> int:
+    """Bytes kept for the overflow: what fills up strips depends on the map, so one place a strip is."""
+    return 8 * (high_blocks + -(-out_features // STRIP_ROWS)) if high_blocks else 0
 
 
 def nest(t: BlockMixedTensor) -> NestedTensor:
@@ -144,7 +156,7 @@ def _e2m1_of_second(byte: Tensor) -> Tensor:
 
 
 def _by_tiles(x: Tensor, rows: int, columns: int) -> Tensor:
-    """[rows, blocks, ...] -> [strips, chunks, tile, g, t, r, ...]: row 16 tile + 2g + r of a strip, block t of a chunk."""
+    """[rows, blocks, ...] -> [strips, chunks, tile, g, t, r, ...]: rows are 16 tile + 2g + r, blocks t of a chunk."""
     split = x.reshape(rows // STRIP_ROWS, 4, 8, 2, columns // CHUNK, 4, *x.shape[2:])
     return split.permute(0, 4, 1, 2, 5, 3, *range(6, split.dim())).contiguous()
 
@@ -163,8 +175,9 @@ def _overflow(over: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     padded = (of_strip + 1) // 2 * 2
     strip_start = padded.cumsum(0) - padded
     starts = torch.cat((strip_start.unsqueeze(1), strip_start.unsqueeze(1) + ends), 1).int()
-    overflow = torch.zeros(int(padded.sum()), 8, dtype=torch.uint8, device=over.device)
     flat = high.flatten(1)
+    places = overflow_bytes(int(flat.sum()), high.shape[0] * STRIP_ROWS) // 8
+    overflow = torch.zeros(places, 8, dtype=torch.uint8, device=over.device)
     rank = flat.cumsum(1) - 1
     at = (strip_start.unsqueeze(1) + rank)[flat]
     overflow[at] = over.flatten(1, 3)[flat]

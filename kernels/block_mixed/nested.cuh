@@ -27,16 +27,20 @@ constexpr uint32_t kFour = 0x9C9C9C9C, kRest = 0x63636363;
 constexpr uint32_t kHighScale = 0x98;
 
 // The base, chunk after chunk like TC-FPx's: four tiles' codes, 16 bytes a lane (words of output 2g, then of 2g+1); four
-// tiles' scales, two bytes a lane; and for each tile the number of FP8 blocks of its strip before it.
+// tiles' scales, two bytes a lane; and for each tile the number of FP8 blocks of its strip before it. kMixed: there may be
+// FP8 blocks.
+template <bool kMixed_>
 struct Nested {
+  static constexpr bool kMixed = kMixed_;
   static constexpr int kTileBytes = kLanes * 16, kTileScales = kLanes * 2;
   static constexpr int kScales = kStripTiles * kTileBytes;             // offset in a chunk
   static constexpr int kBefore = kScales + kStripTiles * kTileScales;  // of uint32 [4]
   static constexpr int kChunkBytes = kBefore + kStripTiles * 4;
-  static constexpr int kOverflowBytes = 8;                             // of a block
-  static constexpr int kMostOverflow = kStripRows * kChunk / 16 * kOverflowBytes;  // of a chunk
+  static constexpr int kMostOverflow = kMixed ? kStripRows * kChunk / 16 * 8 : 0;  // bytes of a chunk
   static_assert(kChunkBytes % 16 == 0, "copies stay aligned");
 };
+using NVFP4 = Nested<false>;
+using NVFP4_FP8 = Nested<true>;
 
 // The overflow, strip after strip, each filled up to 16 bytes: chunk after chunk, tile after tile, of a tile those of
 // outputs 2g in the order of the lanes, then those of outputs 2g+1. `starts` [strips][chunks + 1] counts the 8-byte

@@ -38,13 +38,13 @@ void walk(const uint8_t* base, const uint8_t* overflow, const int32_t* starts, i
   for (int strip = 0; strip < strips; ++strip)
     for (int chunk = 0; chunk < chunks; ++chunk)
       for (int tile = 0; tile < kStripTiles; ++tile) {
-        const uint8_t* from = base + (size_t(strip) * chunks + chunk) * Nested::kChunkBytes;
-        const uint32_t before = word_at(from + Nested::kBefore + 4 * tile);
+        const uint8_t* from = base + (size_t(strip) * chunks + chunk) * NVFP4_FP8::kChunkBytes;
+        const uint32_t before = word_at(from + NVFP4_FP8::kBefore + 4 * tile);
         NestedLane<T> lanes[kLanes];
         uint32_t high[2] = {};  // what two ballots give
         for (int lane = 0; lane < kLanes; ++lane) {
-          for (int i = 0; i < 4; ++i) lanes[lane].base[i] = word_at(from + tile * Nested::kTileBytes + 16 * lane + 4 * i);
-          const uint8_t* scales = from + Nested::kScales + tile * Nested::kTileScales + 2 * lane;
+          for (int i = 0; i < 4; ++i) lanes[lane].base[i] = word_at(from + tile * NVFP4_FP8::kTileBytes + 16 * lane + 4 * i);
+          const uint8_t* scales = from + NVFP4_FP8::kScales + tile * NVFP4_FP8::kTileScales + 2 * lane;
           prepare<T, kConvert>(lanes[lane], scales[0] | scales[1] << 8);
           for (int r = 0; r < 2; ++r) high[r] |= uint32_t(is_high(scales[r])) << lane;
         }
@@ -74,7 +74,7 @@ void walk(const uint8_t* base, const uint8_t* overflow, const int32_t* starts, i
 
 extern "C" {
 
-int chunk_bytes() { return Nested::kChunkBytes; }
+int chunk_bytes() { return NVFP4_FP8::kChunkBytes; }
 
 void walk_nested(int decoder, const uint8_t* base, const uint8_t* overflow, const int32_t* starts, int strips, int chunks,
                  int columns, double* w) {

@@ -114,7 +114,7 @@ def test_compiles_whole():
 
 
 def test_a_missing_kernel_is_said_once():
-    ops._warn_once.cache_clear()
+    ops.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="uses PyTorch instead of its kernel, which is slower: no nvcc"):
-        ops._warn_once("no nvcc")
-    ops._warn_once("no nvcc")  # another warning would be an error here
+        ops.warn_once("no nvcc")
+    ops.warn_once("no nvcc")  # another warning would be an error here
