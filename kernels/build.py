@@ -28,6 +28,9 @@ from fpquant.errors import FpquantError
 OLDEST = (8, 0)
 """The first compute capability with asynchronous copies and BF16, which the kernels need."""
 
+OLDEST_NVCC = (12, 5)
+"""The first compiler that has all that the kernels are written in."""
+
 INSTALL = "pip install 'fpquant[cuda]' brings one; FPQUANT_NVCC names one elsewhere"
 
 _locks: dict[Path, threading.Lock] = {}
@@ -38,7 +41,8 @@ class KernelUnavailable(FpquantError):
 
 
 def find_nvcc() -> Path | None:
-    """FPQUANT_NVCC, CUDA_HOME's, the one on PATH, pip's, or /usr/local/cuda's."""
+    """FPQUANT_NVCC; else, of CUDA_HOME's, the one on PATH, pip's and /usr/local/cuda's, the first that is new enough,
+    or the first where none is."""
     if named := os.environ.get("FPQUANT_NVCC"):
         return Path(named)
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
@@ -49,7 +53,22 @@ def find_nvcc() -> Path | None:
     for place in (spec.submodule_search_locations or []) if spec else []:
         candidates += sorted(Path(place).glob("cu*/bin/nvcc"), reverse=True)
     candidates.append(Path("/usr/local/cuda/bin/nvcc"))
-    return next((c for c in candidates if os.access(c, os.X_OK)), None)
+    found = [c for c in candidates if os.access(c, os.X_OK)]
+    return next((c for c in found if not _is_too_old(c)), found[0] if found else None)
+
+
+def release(nvcc: Path) -> tuple[int, int] | None:
+    """(13, 0) of a compiler, None where it does not run or does not say."""
+    try:
+        said = re.search(r"release (\d+)\.(\d+)", version(nvcc))
+    except KernelUnavailable:
+        return None
+    return (int(said[1]), int(said[2])) if said else None
+
+
+def _is_too_old(nvcc: Path) -> bool:
+    found = release(nvcc)
+    return found is not None and found < OLDEST_NVCC
 
 
 def architecture(device: torch.device) -> str:
@@ -97,12 +116,28 @@ def build(name: str, folder: Path, arch: str, defines: dict[str, str]) -> Path:
         raise KernelUnavailable(
             f"the kernels are compiled on first use, and there is no CUDA compiler (nvcc); {INSTALL}"
         )
+    if _is_too_old(nvcc):
+        got, wanted = (".".join(map(str, v)) for v in (release(nvcc) or (), OLDEST_NVCC))
+        raise KernelUnavailable(f"{nvcc} is CUDA {got}, and the kernels need {wanted} or newer; {INSTALL}")
+    check_arch(nvcc, arch)
     target = target_of(nvcc, name, folder, arch, defines)
     with _locks.setdefault(target, threading.Lock()):
         if not target.exists():
             with written_whole(target) as temporary:
                 _run(command(nvcc, _sources(folder), arch, defines, temporary))
     return target
+
+
+def check_arch(nvcc: Path, arch: str) -> None:
+    """Raise KernelUnavailable where a compiler knows no such architecture."""
+    known = re.findall(r"compute_(\d+)", _known_archs(nvcc))
+    if known and arch.rstrip("af") not in known:
+        raise KernelUnavailable(f"{nvcc} compiles for sm_{', sm_'.join(known)}, not for sm_{arch}; name one of these")
+
+
+@functools.cache
+def _known_archs(nvcc: Path) -> str:
+    return _run([str(nvcc), "--list-gpu-arch"])
 
 
 def target_of(nvcc: Path, name: str, folder: Path, arch: str, defines: dict[str, str]) -> Path:
@@ -143,5 +178,6 @@ def _run(arguments: list[str], *, also_errors: bool = False) -> str:
         raise KernelUnavailable(f"cannot run {arguments[0]}: {error.strerror}; {INSTALL}") from error
     if done.returncode != 0:
         said = " | ".join((done.stderr + done.stdout).strip().splitlines()[:8])
-        raise KernelUnavailable(f"{arguments[0]} failed with code {done.returncode}: {said}")
+        remedy = "" if shutil.which("g++") else "; it needs a C++ compiler, and there is no g++ on PATH: install one"
+        raise KernelUnavailable(f"{arguments[0]} failed with code {done.returncode}: {said}{remedy}")
     return done.stdout + (done.stderr if also_errors else "")

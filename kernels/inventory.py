@@ -23,12 +23,13 @@ from fpquant.kernels.build import (
     architecture,
     architecture_of,
     build,
+    check_arch,
     find_nvcc,
     target_of,
     version,
 )
 from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS
-from fpquant.kernels.tc_fpx.library import C_TYPES, build_arguments
+from fpquant.kernels.tc_fpx.library import C_TYPES, build_arguments, load
 from fpquant.progress import Track, no_progress
 from fpquant.schemes import SCHEMES
 
@@ -69,6 +70,9 @@ def build_all(
     chosen = list(dict.fromkeys(FORMATS[name] for name in formats or KERNEL_FORMATS))
     types = list(dict.fromkeys(dtypes or DTYPES))
     targets = list(dict.fromkeys(map(_arch, archs))) or _archs_here()
+    if nvcc := find_nvcc():
+        for target in targets:
+            check_arch(nvcc, target)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(_build, *key) for key in product(chosen, types, targets)]
         try:
@@ -119,9 +123,14 @@ def info() -> dict[str, Any]:
 
 
 def _gpu(device: torch.device, problem: str | None) -> dict[str, Any]:
-    arch = None
+    arch, nvcc = None, find_nvcc()
     try:
         arch = architecture(device)
+        keys = product(KERNEL_FORMATS, DTYPES.values())
+        if nvcc and not problem:  # what is built may not run: the driver may be older than the compiler
+            built = (key for key in keys if target_of(nvcc, *build_arguments(*key, arch)).exists())
+            if key := next(built, None):
+                load(*key, device)
     except KernelUnavailable as error:
         problem = str(error)
     return {
