@@ -77,7 +77,8 @@ def _prepack_cuda(stream: Tensor, format: str, out_features: int, in_features: i
         if kernel is None:
             return prepack(stream, fmt, out_features, in_features)
         packed = stream.new_empty(packed_bytes(fmt, out_features, in_features))
-        kernel.prepack(aligned(stream), packed, out_features, in_features)
+        if packed.numel():
+            kernel.prepack(aligned(stream), packed, out_features, in_features)
         return packed
 
 
@@ -89,7 +90,8 @@ def _unprepack_cuda(packed: Tensor, format: str, out_features: int, in_features:
         if kernel is None:
             return unprepack(packed, fmt, out_features, in_features)
         stream = packed.new_empty(stream_bytes(fmt, out_features, in_features))
-        kernel.unprepack(aligned(packed), stream, out_features, in_features)
+        if stream.numel():
+            kernel.unprepack(aligned(packed), stream, out_features, in_features)
         return stream
 
 
