@@ -17,7 +17,7 @@ from fpquant.evaluation.statistics import BOOTSTRAP, mean_interval
 from fpquant.models import evaluation_mode
 from fpquant.progress import Track, no_progress
 
-CHUNK = 512
+CHUNK = 256
 """Positions whose fp32 logits are looked at together: those of a whole window can be larger than the model."""
 
 
