@@ -62,7 +62,12 @@ class InPlace:
             assignment = assign_precision(self._scores(recipe, scales), recipe)
         self._original = False
         self._each(lambda name: self._round(name, recipe.weights, assignment, scales))
-        return applied({n: tuple(w.shape) for n, w in self._originals.items()}, recipe.weights, assignment)
+        return applied(self.shapes, recipe.weights, assignment)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """[out, in] of each module."""
+        return {name: (w.shape[0], w.shape[1]) for name, w in self._originals.items()}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -133,13 +138,17 @@ def rounded(w: Tensor, pair: Pair, high: Tensor | None = None, block_scale: Tens
     return result
 
 
-def applied(shapes: Mapping[str, tuple[int, ...]], pair: Pair, assignment: Assignment | None) -> Applied:
+def applied(shapes: Mapping[str, tuple[int, int]], pair: Pair, assignment: Assignment | None) -> Applied:
     """Sizes as the file would hold them: codes, scales, map and padding."""
     specs = {
-        name: ModuleSpec((shape[0], shape[1]), 0 if assignment is None else int(assignment.high[name].sum()))
+        name: ModuleSpec(shape, 0 if assignment is None else int(assignment.high[name].sum()))
         for name, shape in shapes.items()
     }
+    return Applied(specs, stored_bits(specs, pair), None if assignment is None else assignment.ratio)
+
+
+def stored_bits(specs: Mapping[str, ModuleSpec], pair: Pair) -> float:
+    """Bits a weight that a file would hold."""
     sizes = [stream_sizes(s.shape, pair, s.high_blocks) for s in specs.values()]
     stored = sum(count * dtype.itemsize for streams in sizes for count, dtype in streams.values())
-    weights = sum(prod(s.shape) for s in specs.values())
-    return Applied(specs, 8 * stored / weights, None if assignment is None else assignment.ratio)
+    return 8 * stored / sum(prod(s.shape) for s in specs.values())
