@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpquant.calibration.data import TokenData
 from fpquant.checkpoint import ModuleSpec
@@ -25,14 +25,14 @@ from fpquant.evaluation.distance import (
     is_plain,
     watched_head,
 )
-from fpquant.evaluation.finite import require_finite
 from fpquant.evaluation.inplace import InPlace, stored_bits
 from fpquant.evaluation.perplexity import perplexity_protocol, perplexity_result, window_logits, window_loss
 from fpquant.evaluation.plan import Cell, Plan
 from fpquant.evaluation.records import Result
 from fpquant.evaluation.statistics import BOOTSTRAP, mean_interval
 from fpquant.evaluation.store import Store
-from fpquant.models import LoadedModel, evaluation_mode
+from fpquant.finite import require_finite
+from fpquant.models import LoadedModel, evaluation_mode, weight_of
 from fpquant.progress import Track, no_progress
 from fpquant.schemes import SCHEMES, Pair, block_count, get_pair
 
@@ -116,9 +116,10 @@ class Corpus:
         return cls(data, protocol, chosen_windows(len(data.ids), kl_windows))
 
 
-def cells(plan: Plan, shapes: Mapping[str, tuple[int, int]]) -> list[Cell]:
+def cells(plan: Plan, modules: Mapping[str, nn.Module]) -> list[Cell]:
     """All rows, in the order of tables: the original, uniform schemes by size, and what was asked for."""
     mixed, pair = plan.mixed(), get_pair(plan.pair)
+    shapes = {n: (weight_of(m).shape[0], weight_of(m).shape[1]) for n, m in modules.items()}
     stored = {
         name: stored_bits({n: ModuleSpec(s, 0) for n, s in shapes.items()}, Pair(scheme))
         for name, scheme in SCHEMES.items()
@@ -129,6 +130,12 @@ def cells(plan: Plan, shapes: Mapping[str, tuple[int, int]]) -> list[Cell]:
 
 def _expected(shapes: Mapping[str, tuple[int, int]], ratio: float) -> dict[str, ModuleSpec]:
     return {n: ModuleSpec(s, round((1 - ratio) * s[0] * block_count(s[1]))) for n, s in shapes.items()}
+
+
+def kept_row(store: Store, cell: Cell) -> Row | None:
+    """A row that was finished before, under whatever name, or None."""
+    record = store.load(cell.key)
+    return None if record is None else replace(Row.from_dict(record), name=cell.name, axes=cell.axes)
 
 
 @dataclass
@@ -148,11 +155,10 @@ class Comparer:
     def rows(self, cells: Sequence[Cell]) -> list[Row]:
         """All rows: those of the store, and the others measured now. The weights are the original's afterwards."""
         with self.quantizer:
-            return [self._kept(cell) or self._measure(cell, f"{i}/{len(cells)}") for i, cell in enumerate(cells, 1)]
-
-    def _kept(self, cell: Cell) -> Row | None:
-        record = self.store.load(cell.key)
-        return None if record is None else Row.from_dict(record)
+            return [
+                kept_row(self.store, cell) or self._measure(cell, f"{i}/{len(cells)}")
+                for i, cell in enumerate(cells, 1)
+            ]
 
     def _measure(self, cell: Cell, position: str) -> Row:
         if cell.recipe is not None:

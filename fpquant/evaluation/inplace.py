@@ -62,12 +62,8 @@ class InPlace:
             assignment = assign_precision(self._scores(recipe, scales), recipe)
         self._original = False
         self._each(lambda name: self._round(name, recipe.weights, assignment, scales))
-        return applied(self.shapes, recipe.weights, assignment)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """[out, in] of each module."""
-        return {name: (w.shape[0], w.shape[1]) for name, w in self._originals.items()}
+        shapes = {name: (w.shape[0], w.shape[1]) for name, w in self._originals.items()}
+        return applied(shapes, recipe.weights, assignment)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fpquant.calibration.data import TokenData
-from fpquant.evaluation.finite import require_finite
 from fpquant.evaluation.records import Result
 from fpquant.evaluation.statistics import BOOTSTRAP, mean_interval
+from fpquant.finite import require_finite
 from fpquant.models import evaluation_mode
 from fpquant.progress import Track, no_progress
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -21,6 +19,7 @@ BASELINES = ("nvfp4", "fp5", "fp6_e2m3", "fp8")
 REFERENCE = "fisher"
 """The policy that the others are compared with."""
 
+_KEY = ("pair", "policy", "ratio", "threshold", "clip", "seed")
 _LISTS = ("policies", "ratios", "thresholds", "clips", "datasets", "tasks", "include", "exclude")
 
 
@@ -48,9 +47,10 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """A file name of its own."""
-        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
-        return f"{slug(self.name)}-{digest[:8]}"
+        """A file name that says what decides the weights, whatever the row is called."""
+        if self.settings is None:
+            return "original"
+        return slug("-".join(str(self.settings[k]) for k in _KEY if k in self.settings))
 
 
 def slug(name: str) -> str:

@@ -43,10 +43,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A line of the verdict. real: whether the difference it tells of is real."""
+    """A line of the verdict. why: as in Comparison; better: for the row, and only said where the difference is real."""
 
     text: str
+    why: str
     real: bool
+    better: bool
 
 
 def compare_rows(rows: Sequence[Row]) -> list[Comparison]:
@@ -138,8 +140,8 @@ def _sentence(c: Comparison, rows: dict[str, Row], several: bool) -> Sentence:
         size = f"{c.task} {c.metric} {100 * c.difference.value:+.1f} points (McNemar p = {c.difference.p:.2g})"
         better = c.difference.value > 0
     if not c.difference.real:
-        return Sentence(f"{name} cannot be told from {other}: {size}.", False)
-    return Sentence(f"{name} is {'better' if better else 'worse'} than {other}: {size}.", True)
+        return Sentence(f"{name} cannot be told from {other}: {size}.", c.why, False, False)
+    return Sentence(f"{name} is {'better' if better else 'worse'} than {other}: {size}.", c.why, True, better)
 
 
 def cautions(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> list[str]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fpquant.cache import written_whole
 from fpquant.checkpoint import ModuleSpec
@@ -59,6 +60,13 @@ def heat_map(found: Shares, title: str, path: Path) -> None:
     kind = path.suffix.removeprefix(".").lower() or "png"
     if kind not in ("png", "svg", "pdf"):
         raise FpquantError(f"heat map {path} would be {kind!r}; name it .png, .svg or .pdf")
+    figure = heat_figure(found, title)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format=kind, dpi=150)
+
+
+def heat_figure(found: Shares, title: str) -> Any:
+    """The heat map as a matplotlib Figure. Raises FpquantError where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -76,5 +84,4 @@ def heat_map(found: Shares, title: str, path: Path) -> None:
     axes.set_xlabel("layer")
     axes.set_title(title)
     figure.colorbar(image, ax=axes, label="blocks in high precision (%)")
-    with written_whole(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=150)
+    return figure

@@ -25,7 +25,7 @@ def require_finite(model: Any, losses: np.ndarray, ids: Tensor) -> None:
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def first_nonfinite(model: Any, window: Tensor) -> str | None:
     """The first module, in the order of computing, whose output is not finite for these token ids [window]."""
     found: list[str] = []
