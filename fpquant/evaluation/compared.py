@@ -11,7 +11,7 @@ from fpquant import __version__
 from fpquant.evaluation.compare import Row
 from fpquant.evaluation.plan import Plan
 from fpquant.evaluation.sources import source_warning
-from fpquant.evaluation.verdict import Comparison, Sentence, cautions, compare_rows, verdict
+from fpquant.evaluation.verdict import Comparison, Sentence, cautions, compare_rows, headline, verdict
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Compared:
     plan: Plan
     rows: list[Row]
     comparisons: list[Comparison]
+    headline: str
     verdict: list[Sentence]
     warnings: list[str]
     versions: Mapping[str, str]
@@ -36,6 +37,7 @@ class Compared:
             plan=plan,
             rows=list(rows),
             comparisons=comparisons,
+            headline=headline(rows, comparisons),
             verdict=verdict(rows, comparisons),
             warnings=[*sources, *cautions(rows, comparisons)],
             versions={"fpquant": __version__, **versions},
@@ -47,6 +49,7 @@ class Compared:
             "model": self.model,
             "versions": dict(self.versions),
             "plan": asdict(self.plan),
+            "headline": self.headline,
             "verdict": [asdict(s) for s in self.verdict],
             "warnings": self.warnings,
             "rows": [r.to_dict() for r in self.rows],

@@ -122,13 +122,37 @@ def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> list[Sent
     return [_sentence(c, by_name, several) for c in told]
 
 
+def headline(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> str:
+    """The best of the mixed rows on the first data set, in one sentence."""
+    original = next(r for r in rows if r.is_original)
+    dataset = next(r.protocol["dataset"] for r in original.results if r.task == "perplexity")
+    best = min((r for r in rows if r.is_mixed), key=lambda r: _perplexity(r, dataset))
+    found = (
+        c for c in comparisons if (c.row, c.why, c.task, c.dataset) == (best.name, "original", "perplexity", dataset)
+    )
+    relative = next(found).relative
+    assert relative is not None
+    change, low, high = relative
+    interval = "" if math.isnan(low) else f" (95% interval {low:+.1%} to {high:+.1%})"
+    return (
+        f"{best.name} is the best mixed row: {best.bits_per_weight:.2f} bits a weight in place of "
+        f"{original.bits_per_weight:g}, at perplexity {_perplexity(best, dataset):.2f}, "
+        f"{change:+.1%}{interval} from the original's {_perplexity(original, dataset):.2f}."
+    )
+
+
+def _perplexity(row: Row, dataset: str) -> float:
+    result = row.result("perplexity", dataset)
+    assert result is not None
+    return result.value
+
+
 def _sentence(c: Comparison, rows: dict[str, Row], several: bool) -> Sentence:
     name = c.row if c.why != "uniform" else f"{c.row} ({rows[c.row].bits_per_weight:.2f} bits)"
     other = {
         "original": "the original",
         "reference": c.against,
-        "uniform": f"{c.against} ({rows[c.against].bits_per_weight:.2f} bits), "
-        "the best uniform scheme that needs no more bits",
+        "uniform": f"{c.against} ({rows[c.against].bits_per_weight:.2f} bits), the best uniform of no more bits",
     }[c.why]
     if (relative := c.relative) is not None:
         change, low, high = relative

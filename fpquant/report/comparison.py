@@ -50,7 +50,7 @@ def csv_rows(compared: Compared) -> Iterator[list[Any]]:
 def tables(compared: Compared) -> list[Any]:
     """The table of rows, the verdict, and what to keep in mind with it."""
     title = f"{compared.model}: {compared.plan.pair}, weights only"
-    shown: list[Any] = [comparison_table(compared, title)]
+    shown: list[Any] = [comparison_table(compared, title), Text(compared.headline)]
     for sentence in compared.verdict:
         mark, colour = ("≈", "dim") if not sentence.real else ("+", "green") if sentence.better else ("-", "red")
         shown.append(Text.assemble((f"{mark} ", colour), sentence.text))

@@ -32,7 +32,7 @@ def page(compared: Compared, pictures: Sequence[tuple[str, str, str]]) -> str:
         _header(compared),
         _tiles(compared),
         "<h2>Verdict</h2>",
-        _verdict(compared.verdict),
+        _verdict(compared.headline, compared.verdict),
         _warnings(compared.warnings),
         "<h2>All figures</h2>",
         _table(compared),
@@ -77,8 +77,8 @@ def _tiles(compared: Compared) -> str:
     )
 
 
-def _verdict(sentences: Sequence[Sentence]) -> str:
-    parts = []
+def _verdict(headline: str, sentences: Sequence[Sentence]) -> str:
+    parts = [f'<p class="headline">{escape(headline)}</p>']
     for why, heading in _WHY.items():
         lines = "".join(_line(s) for s in sentences if s.why == why)
         if lines:
@@ -142,7 +142,8 @@ def _figure(name: str, caption: str, svg: str) -> str:
 
 def _map(name: str, caption: str, svg: str, is_open: bool) -> str:
     opened = " open" if is_open else ""
-    return f'<details class="card"{opened}><summary>{escape(caption)}</summary>{inlined(svg, name, caption)}</details>'
+    picture = f"<summary>{escape(caption)}</summary><div>{inlined(svg, name, caption)}</div>"
+    return f'<details class="card"{opened}>{picture}</details>'
 
 
 def inlined(svg: str, name: str, caption: str) -> str:

@@ -157,10 +157,10 @@ def _by_bits(compared: Compared, dataset: str) -> Any:
     )
     for row in uniform:
         at = (row.bits_per_weight, _value(row, dataset))
-        axes.annotate(row.name, at, xytext=(5, 4), textcoords="offset points", fontsize=7.5, color=INK)
+        axes.annotate(row.name, at, xytext=(0, -11), textcoords="offset points", ha="center", fontsize=7.5)
     _line(axes, next(r for r in compared.rows if r.is_original), dataset, "--")
     axes.set_xlabel("stored bits a weight")
-    axes.margins(x=0.12)
+    axes.margins(x=0.16, y=0.1)
     axes.legend()
     return figure
 
@@ -170,6 +170,7 @@ def _by_ratio(compared: Compared, dataset: str) -> Any:
     _series(compared, axes, dataset, lambda r: 100 * r.ratio)
     for row, dashes in zip(_ends(compared), ("--", "-.", ":"), strict=True):
         _line(axes, row, dataset, dashes)
+    axes.set_xticks([100 * r for r in compared.plan.ratios])
     axes.set_xlabel(f"blocks in {compared.plan.pair.split('/')[0]} (%)")
     axes.legend()
     return figure

@@ -76,6 +76,7 @@ def heat_figure(found: Shares, title: str) -> Any:
     values = [[float("nan") if share is None else 100 * share for share in row] for row in rows]
     figure = Figure(figsize=(max(6.0, 2.5 + 0.28 * len(layers)), 1.6 + 0.36 * len(kinds)), layout="constrained")
     axes = figure.subplots()
+    axes.grid(False)
     image = axes.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     axes.set_xticks(
         range(0, len(layers), max(1, len(layers) // 16)), [str(x) for x in layers[:: max(1, len(layers) // 16)]]
