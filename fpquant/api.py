@@ -469,7 +469,11 @@ def compare(
     rows = [row for cell in cells if (row := compare_.kept_row(store, cell))]
     if len(rows) < len(cells):
         known = find_sensitivity(loaded, modules, recipe, sensitivity, track, data)
-        quantizer = InPlace(modules, known.modules, lambda r: _clipped_scales(modules, r, known, track))
+        recipes = {
+            c.recipe.clip: c.recipe for c in cells if c.recipe is not None and c.recipe.clip not in (None, "none")
+        }
+        clipped = {str(clip): _clipped_scales(modules, r, known, track) for clip, r in recipes.items()}
+        quantizer = InPlace(modules, known.modules, clipped)
         comparer = compare_.Comparer(loaded, quantizer, corpora, questions, store, chosen.limit, batch_size, track)
         rows = comparer.rows(cells)
     compared = Compared.of(loaded.name, chosen, rows, _versions(), target)

@@ -37,26 +37,21 @@ class Applied:
 class InPlace:
     """The linear modules of a model, to be quantized in place by one recipe after another.
 
-    statistics: what the calibration pass found. block_scales: the clipped scales that a recipe asks for; it is called
-    with the original weights in place. Used as a context, it leaves the original weights behind.
+    statistics: what the calibration pass found. clipped: block scales by kind of clipping, for recipes that clip.
+    Used as a context, it leaves the original weights behind.
     """
 
     def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        statistics: Statistics,
-        block_scales: Callable[[Recipe], BlockScales],
+        self, modules: Mapping[str, nn.Module], statistics: Statistics, clipped: Mapping[str, BlockScales]
     ) -> None:
-        self._modules, self._statistics, self._find_scales = modules, statistics, block_scales
+        self._modules, self._statistics, self._clipped = modules, statistics, clipped
         self._originals = {name: weight_of(m).detach().to("cpu", copy=True) for name, m in modules.items()}
-        self._scales: dict[Any, BlockScales] = {}
         self._scored: tuple[Any, dict[str, Tensor]] = (None, {})
         self._original = True
 
     def apply(self, recipe: Recipe) -> Applied:
         """Put the quantized values of a recipe in the place of the weights."""
-        self.restore()
-        scales = self._block_scales(recipe)
+        scales = {} if recipe.clip == "none" else self._clipped[str(recipe.clip)]
         assignment = None
         if not recipe.weights.is_uniform:
             assignment = assign_precision(self._scores(recipe, scales), recipe)
@@ -79,16 +74,11 @@ class InPlace:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    def _block_scales(self, recipe: Recipe) -> BlockScales:
-        key = (recipe.pair, recipe.clip)
-        if key not in self._scales:
-            self._scales[key] = self._find_scales(recipe)
-        return self._scales[key]
-
     def _scores(self, recipe: Recipe, scales: BlockScales) -> dict[str, Tensor]:
         """Scores do not depend on ratio and threshold: the last ones are kept for the next recipe."""
         key = (recipe.pair, recipe.policy, recipe.clip, recipe.seed)
         if self._scored[0] != key:
+            self.restore()
             found: dict[str, Tensor] = {}
 
             def score(name: str) -> None:
@@ -101,9 +91,10 @@ class InPlace:
     @torch.no_grad()
     def _round(self, name: str, pair: Pair, assignment: Assignment | None, scales: BlockScales) -> None:
         weight = weight_of(self._modules[name])
+        original = self._originals[name].to(weight.device)
         high = None if assignment is None else assignment.high[name].to(weight.device)
         block_scale = scales[name].to(weight.device) if name in scales else None
-        weight.copy_(rounded(weight.detach(), pair, high, block_scale))
+        round_into(weight, original, pair, high, block_scale)
 
     def _each(self, function: Callable[[str], object]) -> None:
         """Call for each module; on a CPU in threads that compute alone, or they would wait for one another."""
@@ -115,10 +106,12 @@ class InPlace:
                 function(name)
 
 
-def rounded(w: Tensor, pair: Pair, high: Tensor | None = None, block_scale: Tensor | None = None) -> Tensor:
-    """unpack(pack(w, pair, high, block_scale), w.dtype) without the codes: [out, in] in the dtype of w."""
+@torch.no_grad()
+def round_into(
+    out: Tensor, w: Tensor, pair: Pair, high: Tensor | None = None, block_scale: Tensor | None = None
+) -> None:
+    """Set `out` to unpack(pack(w, pair, high, block_scale), w.dtype), without the codes. out, w: [out, in]."""
     scale = matrix_scale(w, pair)
-    result = torch.empty(w.shape, dtype=w.dtype, device=w.device)
     rows = max(1, _CHUNK_ELEMENTS.get(w.device.type, 1 << 18) // max(1, w.shape[1]))
     for start in range(0, w.shape[0], rows):
         part = slice(start, start + rows)
@@ -130,8 +123,7 @@ def rounded(w: Tensor, pair: Pair, high: Tensor | None = None, block_scale: Tens
         values = round_blocks(blocks, pair.low, row_scale, codes)
         if pair.high is not None and high is not None:
             values = torch.where(high[part].unsqueeze(-1), round_blocks(blocks, pair.high, row_scale), values)
-        result[part] = from_blocks(values, w.shape[1])
-    return result
+        out[part] = from_blocks(values, w.shape[1])
 
 
 def applied(shapes: Mapping[str, tuple[int, int]], pair: Pair, assignment: Assignment | None) -> Applied:

@@ -8,7 +8,7 @@ import fpquant
 from fpquant import api
 from fpquant.calibration.fisher import ModuleStatistics
 from fpquant.calibration.pipeline import choose_scales, quantize_weights
-from fpquant.evaluation.inplace import InPlace, rounded
+from fpquant.evaluation.inplace import InPlace, round_into
 from fpquant.models import load_model
 from fpquant.packing import pack, unpack
 from fpquant.recipe import Recipe
@@ -35,7 +35,9 @@ def test_rounding_is_packing_and_unpacking(name, dtype, monkeypatch):
     w = (torch.randn(33, 75, generator=generator) * 0.05).to(dtype)
     w[3] = 0
     high = torch.rand(33, block_count(75), generator=generator) < 0.3 if pair.high else None
-    assert torch.equal(rounded(w, pair, high), unpack(pack(w, pair, high), dtype))
+    out = torch.full_like(w, float("nan"))
+    round_into(out, w, pair, high)
+    assert torch.equal(out, unpack(pack(w, pair, high), dtype))
 
 
 class Model(nn.Module):
@@ -57,9 +59,9 @@ class Model(nn.Module):
         }
 
     def in_place(self):
-        return InPlace(
-            self.modules_, self.statistics, lambda recipe: choose_scales(self.modules_, recipe, self.statistics)
-        )
+        clips = ("fisher", "unweighted")
+        clipped = {c: choose_scales(self.modules_, Recipe(clip=c), self.statistics) for c in clips}
+        return InPlace(self.modules_, self.statistics, clipped)
 
 
 def test_one_recipe_after_another_is_each_one_alone():
@@ -100,7 +102,7 @@ def test_it_measures_what_the_packed_model_measures(tiny_model, text_file):
     loaded = load_model(str(tiny_model), device=torch.device("cpu"))
     modules, _ = api.find_modules(loaded.model)
     known = api.find_sensitivity(loaded, modules, recipe)
-    with InPlace(modules, known.modules, lambda r: choose_scales(modules, r, known.modules)) as quantizer:
+    with InPlace(modules, known.modules, {"fisher": choose_scales(modules, recipe, known.modules)}) as quantizer:
         applied = quantizer.apply(recipe)
         (ours,) = fpquant.evaluate(loaded, dataset=str(text_file), window=64, limit=4)
     (theirs,) = fpquant.evaluate(
