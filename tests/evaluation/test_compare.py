@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,17 @@ def test_a_comparison_goes_on_where_it_stopped(compared, tiny_model, settings, t
     monkeypatch.setattr(api, "fisher_pass", never)
     third = fpquant.compare(str(tiny_model), out=tmp_path / "C", **settings | {"ratios": (0.6,)})
     assert [r.name for r in third.rows if r.is_mixed] == ["fisher 60%", "quantization-error 60%"]
+
+
+def test_damaged_rows_are_measured_again(compared, tiny_model, settings, tmp_path, caplog):
+    shutil.copytree(compared.out, tmp_path / "C")
+    (tmp_path / "C" / "cells" / "fp8-none-0.json").write_text('{"name": ')
+    again = fpquant.compare(str(tiny_model), out=tmp_path / "C", **settings)
+    assert figures(again) == figures(compared)
+    assert "fp8-none-0.json is damaged" in caplog.text
+    (tmp_path / "C" / "comparison.json").write_text("[]")
+    with pytest.raises(FpquantError, match="damaged; delete"):
+        fpquant.compare(str(tiny_model), out=tmp_path / "C", **settings)
 
 
 @pytest.mark.parametrize(
