@@ -459,7 +459,9 @@ def compare(
         "device": loaded.model.device.type,
         "model": f"{loaded.name} {model_fingerprint(loaded.model, modules)[:16]}",
         "calibration": f"{chosen.samples} x {chosen.seq_len} tokens {data.fingerprint[:16]}",
-        "evaluation": [f"{len(c.data.ids)} x {chosen.window} tokens {c.data.fingerprint[:16]}" for c in corpora],
+        "evaluation": [
+            f"{c.data.source}, {len(c.data.ids)} x {chosen.window} tokens {c.data.fingerprint[:16]}" for c in corpora
+        ],
         "kl_windows": [len(c.chosen) for c in corpora],
         "tasks": [f"{q.task} from {q.source}, {q.shots} shots, limit {chosen.limit}" for q in questions],
         "fpquant_version": __version__,

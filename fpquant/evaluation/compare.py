@@ -41,7 +41,8 @@ from fpquant.schemes import SCHEMES, Pair, block_count, get_pair
 class Row:
     """What was measured of one quantization. modules: shapes and high blocks; ratio: as achieved, of a pair.
 
-    seconds: `quantize` (putting the weights in place), `forward` (the model's own passes over the windows), `total`.
+    seconds: `quantize` (putting the weights in place), `forward` (what `eval` does too: the model's passes over the
+    windows, and their losses), `total`.
     """
 
     name: str
@@ -245,8 +246,9 @@ class Comparer:
 
     def _loss(self, corpus: Corpus, windows: Sequence[int], before: Sequence[float], logits: Tensor) -> float:
         """The loss of the next window, stopping at the first that is not finite."""
-        window = corpus.data.ids[windows[len(before)]]
-        loss = window_loss(logits, window)
+        start = time.perf_counter()
+        loss = window_loss(logits, corpus.data.ids[windows[len(before)]])
+        self._clock["forward"] += time.perf_counter() - start
         if not np.isfinite(loss):
             require_finite(self.loaded.model, np.array([*before, loss]), corpus.data.ids[list(windows)])
         return loss

@@ -19,10 +19,8 @@ def source_warning(calibration: str, evaluation: str) -> str | None:
         kind = f"both are {_family(calibration)}"
     else:
         return None
-    return (
-        f"Calibration ({_short(calibration)}) and evaluation ({_short(evaluation)}) come from one source ({kind}), "
-        "which flatters the calibrated rows; measure on other text too."
-    )
+    texts = f"Calibration ({short_name(calibration)}) and evaluation ({short_name(evaluation)})"
+    return f"{texts} come from one source ({kind}), which flatters the calibrated rows; measure on other text too."
 
 
 def _family(dataset: str) -> str:
@@ -39,5 +37,6 @@ def _resolved(dataset: str) -> str:
     return str(path.resolve()) if path.exists() else dataset
 
 
-def _short(dataset: str) -> str:
+def short_name(dataset: str) -> str:
+    """A data set for people: a file by its own name and its folder's."""
     return "/".join(Path(dataset).parts[-2:]) if Path(dataset).suffix else dataset

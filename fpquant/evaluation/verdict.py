@@ -11,6 +11,7 @@ from fpquant.errors import FpquantError
 from fpquant.evaluation.compare import Row
 from fpquant.evaluation.plan import REFERENCE
 from fpquant.evaluation.records import Result
+from fpquant.evaluation.sources import short_name
 from fpquant.evaluation.statistics import FEW_WINDOWS, Difference, mcnemar, paired_difference
 
 
@@ -156,7 +157,7 @@ def _sentence(c: Comparison, rows: dict[str, Row], several: bool) -> Sentence:
     }[c.why]
     if (relative := c.relative) is not None:
         change, low, high = relative
-        where = f" on {c.dataset}" if several else ""
+        where = f" on {short_name(c.dataset)}" if several else ""
         interval = f" ({low:+.1%} to {high:+.1%})" if c.difference.interval else " (one window: no interval)"
         size = f"perplexity {change:+.1%}{interval}{where}"
         better = change < 0
@@ -177,8 +178,8 @@ def cautions(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> list[str
     for dataset, windows in counted.items():
         if windows < FEW_WINDOWS:
             found.append(
-                f"Only {windows} windows of {dataset} were measured: with fewer than {FEW_WINDOWS}, intervals are "
-                "too narrow, and small differences that look real may not be."
+                f"Only {windows} windows of {short_name(dataset)} were measured: with fewer than {FEW_WINDOWS}, "
+                "intervals are too narrow, and small differences that look real may not be."
             )
     for row in rows:
         for r in row.results:

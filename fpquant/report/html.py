@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from string import Template
 from typing import Any
 
 from fpquant.evaluation.compare import Row
 from fpquant.evaluation.compared import Compared
+from fpquant.evaluation.sources import short_name
 from fpquant.evaluation.verdict import Sentence, baseline_of
 from fpquant.report.columns import Column, columns
 from fpquant.report.plots import FAINT, INK
@@ -72,9 +72,8 @@ def _tiles(compared: Compared) -> str:
         label = f"{baseline.name}, {baseline.bits_per_weight:.2f} bits: the best uniform one"
         tiles.append((f"{_perplexity(baseline, dataset):.2f}", label))
     shown = "".join(f'<div class="card tile"><b>{escape(v)}</b><span>{escape(t)}</span></div>' for v, t in tiles)
-    return (
-        f'<div class="tiles">{shown}</div><p class="note">Perplexity on {escape(_short(dataset))}; lower is better.</p>'
-    )
+    note = escape(f"Perplexity on {short_name(dataset)}; lower is better.")
+    return f'<div class="tiles">{shown}</div><p class="note">{note}</p>'
 
 
 def _verdict(headline: str, sentences: Sequence[Sentence]) -> str:
@@ -112,7 +111,7 @@ def _table(compared: Compared) -> str:
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
     note = "Small print: 95% intervals. Change: of perplexity, from the original's, on the same windows."
     if len(compared.plan.datasets) > 1:
-        note += " " + " ".join(f"{i} is {_short(d)}." for i, d in enumerate(compared.plan.datasets, 1))
+        note += " " + " ".join(f"{i} is {short_name(d)}." for i, d in enumerate(compared.plan.datasets, 1))
     return f'<div class="card scroll">{table}</div><p class="note">{escape(note)}</p>'
 
 
@@ -161,7 +160,7 @@ def inlined(svg: str, name: str, caption: str) -> str:
 def _protocol(compared: Compared) -> str:
     plan = compared.plan
     rows = [
-        ("Calibration", f"{plan.samples} sequences of {plan.seq_len} tokens of {_short(plan.calibration_dataset)}"),
+        ("Calibration", f"{plan.samples} sequences of {plan.seq_len} tokens of {short_name(plan.calibration_dataset)}"),
         ("Weights", "quantized in place to the values that the packed weights decode to; activations as they are"),
         ("Stored bits", "what a file holds of the quantized modules: codes, scales, block map and padding"),
     ]
@@ -170,14 +169,14 @@ def _protocol(compared: Compared) -> str:
         if r.task == "perplexity":
             rows.append(
                 (
-                    f"Perplexity, {_short(p['dataset'])}",
+                    f"Perplexity, {short_name(p['dataset'])}",
                     f"{p['windows']} windows of {p['window']} tokens that do not overlap; rows joined by a "
                     f"{p['join']}; BOS {p['bos']}; {p['dtype']}; {p['interval']}",
                 )
             )
         elif r.metric == "top1_agreement":
             rows.append(
-                (f"KL and agreement, {_short(p['dataset'])}", f"windows {_and(map(str, p['chosen']))}; {p['unit']}")
+                (f"KL and agreement, {short_name(p['dataset'])}", f"windows {_and(map(str, p['chosen']))}; {p['unit']}")
             )
         elif r.task != "distance":
             kept = ("definition", "shots", "questions", "limit", "bos", "dtype", "interval")
@@ -195,7 +194,3 @@ def _footer(compared: Compared) -> str:
 def _and(items: Iterable[Any]) -> str:
     texts = [str(i) for i in items]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
-
-
-def _short(dataset: str) -> str:
-    return "/".join(Path(dataset).parts[-2:]) if Path(dataset).suffix else dataset

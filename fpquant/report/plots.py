@@ -11,6 +11,7 @@ from fpquant.errors import FpquantError
 from fpquant.evaluation.compare import Row
 from fpquant.evaluation.compared import Compared
 from fpquant.evaluation.plan import slug
+from fpquant.evaluation.sources import short_name
 from fpquant.report.shares import heat_figure, shares
 
 INK, FAINT = "#23272f", "#8b93a1"
@@ -65,7 +66,7 @@ def figures(compared: Compared) -> Iterator[tuple[str, str, Any]]:
     """(file name without its ending, caption, figure) of each picture, to be made and written within `style`."""
     several = len(compared.plan.datasets) > 1
     for i, dataset in enumerate(dict.fromkeys(r.protocol["dataset"] for r in _perplexities(compared.rows[0])), 1):
-        number, on = (f"-{i}", f" on {dataset}") if several else ("", "")
+        number, on = (f"-{i}", f" on {short_name(dataset)}") if several else ("", "")
         yield f"perplexity-bits{number}", f"Perplexity{on} against stored bits a weight", _by_bits(compared, dataset)
         yield (
             f"perplexity-ratio{number}",
