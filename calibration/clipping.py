@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch import Tensor
 from fpquant.errors import unknown
 from fpquant.formats import FP4_E2M1, FP8_E4M3, decode
 from fpquant.schemes import MAX_SCALE_CODE, NVFP4, default_block_scale, to_blocks, unit
+
+T = TypeVar("T")
 
 CLIPS = ("fisher", "unweighted", "none")
 
@@ -49,14 +52,14 @@ def clip_scales(w: Tensor, scale: Tensor, g2: Tensor | None = None) -> Tensor:
 
     starts = range(0, len(u), step)
     if w.device.type == "cpu":
-        _each_in_a_thread(search, starts)
+        each_in_a_thread(search, starts)
     else:
         for start in starts:
             search(start)
     return best.reshape(out_features, -1)
 
 
-def _each_in_a_thread(function: Callable[[int], None], items: Iterable[int]) -> None:
+def each_in_a_thread(function: Callable[[T], object], items: Iterable[T]) -> None:
     """Share items among as many threads as torch uses, each computing alone.
 
     The operations are so short that threads inside each of them wait for one another most of the time, and for a

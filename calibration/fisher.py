@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fpquant.errors import FpquantError
+from fpquant.finite import first_nonfinite
 from fpquant.models import evaluation_mode, is_conv1d
 from fpquant.progress import Track, no_progress
 
@@ -207,8 +208,10 @@ def sequence_loss(model: Any, ids: Tensor) -> Tensor:
 def _backward(model: Any, ids: Tensor, scale: float) -> None:
     loss = sequence_loss(model, ids)
     if not torch.isfinite(loss):
+        where = first_nonfinite(model, ids[0])
         raise FpquantError(
-            f"the model's loss on the calibration text is {loss.item()}; try --dtype bfloat16 or float32"
+            f"the model's loss on the calibration text is {loss.item()}{f', first after {where}' if where else ''}; "
+            "try --dtype bfloat16 or float32"
         )
     (loss * scale).backward()
 

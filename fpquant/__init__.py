@@ -14,7 +14,7 @@ from wrapt import register_post_import_hook
 from fpquant.errors import FpquantError
 
 if TYPE_CHECKING:
-    from fpquant.api import Calibration, calibrate, evaluate, export, generate, load, quantize, save
+    from fpquant.api import Calibration, calibrate, compare, evaluate, export, generate, load, quantize, save
     from fpquant.checkpoint import verify
     from fpquant.recipe import Recipe, load_recipe
 
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Calibration": "fpquant.api",
     "calibrate": "fpquant.api",
+    "compare": "fpquant.api",
     "evaluate": "fpquant.api",
     "export": "fpquant.api",
     "generate": "fpquant.api",
@@ -39,6 +40,7 @@ __all__ = [
     "FpquantError",
     "Recipe",
     "calibrate",
+    "compare",
     "evaluate",
     "export",
     "generate",

@@ -1,4 +1,4 @@
-"""What the CLI calls and a notebook imports: calibrate, quantize, load, evaluate, generate, export."""
+"""What the CLI calls and a notebook imports: calibrate, quantize, load, evaluate, compare, generate, export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from torch import nn
 
 from fpquant import __version__, checkpoint, models
 from fpquant.cache import check_file_place
-from fpquant.calibration.data import calibration_data, check_calibration, check_evaluation, evaluation_data
+from fpquant.calibration.data import (
+    TokenData,
+    calibration_data,
+    check_calibration,
+    check_evaluation,
+    evaluation_data,
+)
 from fpquant.calibration.fisher import fisher_pass
 from fpquant.calibration.pipeline import check_range, check_weights, choose_scales, quantize_weights
 from fpquant.calibration.sensitivity import (
@@ -33,14 +39,20 @@ from fpquant.calibration.sensitivity import (
     sensitivity_of,
 )
 from fpquant.errors import FpquantError, unknown
+from fpquant.evaluation import compare as compare_
 from fpquant.evaluation import tasks as tasks_
+from fpquant.evaluation.compared import Compared
+from fpquant.evaluation.inplace import InPlace
 from fpquant.evaluation.perplexity import perplexity
+from fpquant.evaluation.plan import Plan, make_plan
 from fpquant.evaluation.records import Result
+from fpquant.evaluation.store import Store, check_directory
 from fpquant.linear import QuantLinear, prepack_on_gpu
 from fpquant.models import LoadedModel, Skipped, find_modules, load_model, pick_device
 from fpquant.packing import BlockMixedTensor
 from fpquant.progress import Track, no_progress
 from fpquant.recipe import Recipe, load_recipe, override
+from fpquant.report import comparison, plots
 from fpquant.report.card import model_card
 from fpquant.schemes import block_count
 
@@ -231,12 +243,13 @@ def find_sensitivity(
     recipe: Recipe,
     path: str | Path | None = None,
     track: Track = no_progress,
+    data: TokenData | None = None,
 ) -> Sensitivity:
-    """The Sensitivity of these modules and the recipe's data: read where it is kept, or else made and kept."""
-    _check_length(loaded, recipe.seq_len, "--seq-len")
-    data = calibration_data(
-        recipe.dataset, loaded.tokenizer, samples=recipe.samples, seq_len=recipe.seq_len, seed=recipe.seed
-    )
+    """The Sensitivity of these modules and the recipe's data: read where it is kept, or else made and kept.
+
+    data: the recipe's, where it is at hand.
+    """
+    data = data or recipe_data(loaded, recipe)
     dtype = str(next(iter(modules.values())).weight.dtype).removeprefix("torch.")
     key = SensitivityKey(model=model_fingerprint(loaded.model, modules), data=data.fingerprint, dtype=dtype)
     file = Path(path).expanduser() if path is not None else default_path(key)
@@ -266,6 +279,14 @@ def find_sensitivity(
             raise
         _log.warning("%s; going on without keeping the sensitivity", error)
         return made
+
+
+def recipe_data(loaded: LoadedModel, recipe: Recipe) -> TokenData:
+    """The calibration data of a recipe, as the model's tokens."""
+    _check_length(loaded, recipe.seq_len, "--seq-len")
+    return calibration_data(
+        recipe.dataset, loaded.tokenizer, samples=recipe.samples, seq_len=recipe.seq_len, seed=recipe.seed
+    )
 
 
 def _clipped_scales(
@@ -389,6 +410,79 @@ def evaluate(
     return results
 
 
+def compare(
+    model: str,
+    plan: Plan | None = None,
+    *,
+    out: str | Path | None = None,
+    data_dir: str | Path | None = None,
+    batch_size: int | None = None,
+    sensitivity: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    track: Track = no_progress,
+    **settings: Any,
+) -> Compared:
+    """Measure policies x ratios, the original and uniform schemes on one loaded model: the whole of `fpquant compare`.
+
+    plan: what to measure; `settings` (policies, ratios, datasets, calibration_dataset, samples, limit, tasks, ...; see
+    Plan) override it. The weights take each row's values in place, from one calibration pass. Finished rows are kept
+    in `out`, by default named after the model: a comparison that was interrupted goes on, and more policies or ratios
+    are added to what is there. results.json, results.csv, plots and report.html lie there at the end.
+    Raises FpquantError for anything the user can mend, and where `out` holds another comparison; finished rows stay.
+    """
+    chosen = make_plan(plan, **settings)
+    target = Path(out).expanduser() if out is not None else Path(f"{default_name(model)}-compare")
+    plots.check()
+    check_directory(target)
+    models.check_model(model)
+    chosen.check_data()
+    questions = [tasks_.load_task(t, data_dir, shots=chosen.shots) for t in chosen.tasks]
+    loaded = load_model(model, device=pick_device(device), dtype=dtype, trust_remote_code=trust_remote_code)
+    _check_length(loaded, chosen.window, "--window")
+    modules, _ = find_modules(loaded.model, chosen.include, chosen.exclude)
+    check_weights(loaded.model.named_parameters())
+    recipe = chosen.recipe(pair=chosen.pair)
+    check_range(modules, recipe.weights)
+    data = recipe_data(loaded, recipe)
+    corpora = [
+        compare_.Corpus.of(
+            loaded,
+            evaluation_data(d, loaded.tokenizer, window=chosen.window, limit=chosen.limit),
+            chosen.kl_windows,
+        )
+        for d in chosen.datasets
+    ]
+    fingerprint = {
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": loaded.model.device.type,
+        "model": f"{loaded.name} {model_fingerprint(loaded.model, modules)[:16]}",
+        "calibration": f"{chosen.samples} x {chosen.seq_len} tokens {data.fingerprint[:16]}",
+        "evaluation": [
+            f"{c.data.source}, {len(c.data.ids)} x {chosen.window} tokens {c.data.fingerprint[:16]}" for c in corpora
+        ],
+        "kl_windows": [len(c.chosen) for c in corpora],
+        "tasks": [f"{q.task} from {q.source}, {q.shots} shots, limit {chosen.limit}" for q in questions],
+        "fpquant_version": __version__,
+    }
+    store = Store(target, fingerprint)
+    cells = compare_.cells(chosen, modules)
+    rows = [row for cell in cells if (row := compare_.kept_row(store, cell))]
+    if len(rows) < len(cells):
+        known = find_sensitivity(loaded, modules, recipe, sensitivity, track, data)
+        recipes = {
+            c.recipe.clip: c.recipe for c in cells if c.recipe is not None and c.recipe.clip not in (None, "none")
+        }
+        clipped = {str(clip): _clipped_scales(modules, r, known, track) for clip, r in recipes.items()}
+        quantizer = InPlace(modules, known.modules, clipped)
+        comparer = compare_.Comparer(loaded, quantizer, corpora, questions, store, chosen.limit, batch_size, track)
+        rows = comparer.rows(cells)
+    compared = Compared.of(loaded.name, chosen, rows, _versions(), target)
+    comparison.write(compared)
+    return compared
+
+
 @contextmanager
 def _dense_on_cpu(model: Any) -> Iterator[None]:
     """On a CPU the QuantLinears keep their dense weights within: decoding them anew for a short prompt, or for each
@@ -449,17 +543,17 @@ def resolve_recipe(recipe: Recipe | str | None, **settings: Any) -> Recipe:
 
 def default_out(model: str, recipe: Recipe) -> Path:
     """The directory name that says model, recipe or pair, and ratio."""
-    name = (
-        models.DEMO_NAME
-        if model == "demo"
-        else Path(model).stem
-        if model.endswith(".gguf")
-        else Path(model).resolve().name
-    )
-    parts = [name, recipe.name or recipe.pair.replace("/", "-")]
+    parts = [default_name(model), recipe.name or recipe.pair.replace("/", "-")]
     if not recipe.weights.is_uniform:
         parts.append(f"{recipe.ratio:g}")
     return Path("-".join(parts))
+
+
+def default_name(model: str) -> str:
+    """What outputs are named after."""
+    if model == "demo":
+        return models.DEMO_NAME
+    return Path(model).stem if model.endswith(".gguf") else Path(model).resolve().name
 
 
 def peak_memory() -> dict[str, int]:

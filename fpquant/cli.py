@@ -212,6 +212,109 @@ def eval_(
 
 
 @app.command()
+def compare(
+    model: Model,
+    policies: Annotated[
+        str, typer.Option(help="Comma-separated: fisher, output-error, quantization-error, random.")
+    ] = "fisher,output-error,quantization-error",
+    ratios: Annotated[str, typer.Option(help="Comma-separated fractions of blocks in low precision.")] = "0.5,0.7,0.9",
+    threshold: Annotated[
+        str | None, typer.Option(help="Comma-separated: global, local. [default: each policy's]")
+    ] = None,
+    clip: Annotated[
+        str | None, typer.Option(help="Comma-separated: fisher, unweighted, none. [default: each policy's]")
+    ] = None,
+    pair: Annotated[str | None, typer.Option(help="nvfp4/fp8 or fp6/fp16. [default: nvfp4/fp8]")] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="To measure on: wikitext, vital-articles, or a .txt, .parquet or .jsonl file (repeatable). "
+            "[default: wikitext]"
+        ),
+    ] = None,
+    calibration_dataset: Annotated[
+        str | None, typer.Option(help="To calibrate on: as --dataset. [default: wikitext]")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Calibration sequences. [default: 512]")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence. [default: 512]")] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens a window of evaluation. [default: 2048]")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first windows of each data set and questions of each task.")
+    ] = None,
+    kl_windows: Annotated[
+        int | None, typer.Option(help="Windows whose distance from the original is measured; 0: none. [default: 8]")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Comma-separated: mmlu, lambada, piqa, ... as in `eval`. [default: none]")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the tasks' data lie, a folder each. [default: the hub]")
+    ] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before a question of MMLU, 0 to 5. [default: 5]")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Of tasks: prompts a forward pass. [default: 1 on a CPU, 8 on a GPU]")
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Quantize only modules matching a pattern (repeatable).")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Leave modules matching a pattern (repeatable).")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    sensitivity: Annotated[
+        Path | None, typer.Option(help="Sensitivity file to reuse or write. [default: the cache]")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write, or to go on with. [default: named after the model]")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the draw of sequences and the random policy. [default: 0]")
+    ] = None,
+    trust_remote_code: Trust = False,
+    json_to: Json = None,
+) -> None:
+    """Measure policies x ratios beside the original and uniform schemes: table, plots, and a page to send.
+
+    What is finished is kept in --out: the same command goes on where it was interrupted.
+    """
+    with quiet():
+        from fpquant import api
+        from fpquant.report.comparison import tables
+
+        settings: dict[str, Any] = {
+            "policies": tuple(_listed(policies, "policies")),
+            "ratios": tuple(_number(r, "ratio") for r in _listed(ratios, "ratios")),
+            "thresholds": None if threshold is None else tuple(_listed(threshold, "threshold")),
+            "clips": None if clip is None else tuple(_listed(clip, "clip")),
+            "pair": pair,
+            "datasets": tuple(dataset) if dataset else None,
+            "calibration_dataset": calibration_dataset,
+            "samples": samples,
+            "seq_len": seq_len,
+            "seed": seed,
+            "window": window,
+            "limit": limit,
+            "kl_windows": kl_windows,
+            "tasks": None if tasks is None else tuple(_listed(tasks, "tasks")),
+            "shots": shots,
+            "include": tuple(include) if include else None,
+            "exclude": tuple(exclude) if exclude else None,
+        }
+        compared = api.compare(
+            model,
+            out=out,
+            data_dir=data_dir,
+            batch_size=batch_size,
+            sensitivity=sensitivity,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            track=track,
+            **settings,
+        )
+        _show(tables(compared), compared.to_dict(), json_to)
+
+
+@app.command()
 def inspect(
     directory: Directory,
     png: Annotated[

@@ -15,7 +15,8 @@ from fpquant.schemes import PAIRS, SCHEMES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = sorted(set(re.findall(r"(?:^|`)(fpquant [a-z]+ [^`\n]*)", README, re.MULTILINE)))
+DOCS = [README, *(p.read_text() for p in sorted((ROOT / "docs").glob("*.md")))]
+COMMANDS = sorted({c for text in DOCS for c in re.findall(r"(?:^|`)(fpquant [a-z]+ [^`\n]*)", text, re.MULTILINE)})
 
 
 def test_there_are_commands_to_check():

@@ -3,56 +3,71 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor, nn
 
 from fpquant.calibration.data import TokenData
-from fpquant.errors import FpquantError
 from fpquant.evaluation.records import Result
+from fpquant.evaluation.statistics import BOOTSTRAP, mean_interval
+from fpquant.finite import require_finite
 from fpquant.models import evaluation_mode
 from fpquant.progress import Track, no_progress
 
-CONFIDENCE = 0.95
-RESAMPLES = 2000
+CHUNK = 256
+"""Positions whose fp32 logits are looked at together: those of a whole window can be larger than the model."""
 
 
 @torch.inference_mode()
 def window_losses(model: Any, ids: Tensor, *, track: Track = no_progress) -> np.ndarray:
     """Mean next-token negative log-likelihood, in nats, of each window of ids [windows, window]. float64 [windows]."""
     with evaluation_mode(model):
-        losses = [_window_loss(model, window) for window in track(ids, "Perplexity", len(ids))]
+        losses = [window_loss(window_logits(model, w), w) for w in track(ids, "Perplexity", len(ids))]
     result = np.array(losses)
-    if bad := int((~np.isfinite(result)).sum()):
-        raise FpquantError(
-            f"the model's loss is not finite in {bad} of {len(ids)} windows; try --dtype bfloat16 or float32"
-        )
+    require_finite(model, result, ids)
     return result
 
 
-def _window_loss(model: Any, window: Tensor) -> float:
+def window_logits(model: Any, window: Tensor) -> Tensor:
+    """Logits [window, vocabulary] of token ids [window]."""
     window = window.to(model.get_input_embeddings().weight.device)
-    logits = model(input_ids=window.unsqueeze(0), use_cache=False).logits[0, :-1]
-    # in pieces: fp32 logits of a whole window can be larger than the model
-    pieces = zip(logits.split(512), window[1:].to(logits.device).split(512), strict=True)
+    logits: Tensor = model(input_ids=window.unsqueeze(0), use_cache=False).logits[0]
+    return logits
+
+
+def window_loss(logits: Tensor, window: Tensor) -> float:
+    """Mean next-token negative log-likelihood of a window under its own logits."""
+    targets = window[1:].to(logits.device)
+    pieces = zip(chunks(logits[:-1]), chunks(targets), strict=True)
     total = sum(nn.functional.cross_entropy(x.float(), t, reduction="sum").double().item() for x, t in pieces)
-    return total / (len(window) - 1)
+    return total / len(targets)
+
+
+def chunks(rows: Tensor) -> Iterator[Tensor]:
+    """Rows [n, ...] in pieces of at most CHUNK."""
+    yield from rows.split(CHUNK)
 
 
 def perplexity(model: Any, tokenizer: Any, data: TokenData, *, seed: int = 0, track: Track = no_progress) -> Result:
     """Perplexity with a bootstrap interval over windows (percentile, 95%)."""
     losses = window_losses(model, data.ids, track=track)
-    interval = None
-    if len(losses) > 1:
-        found = stats.bootstrap(
-            (losses,), np.mean, confidence_level=CONFIDENCE, n_resamples=RESAMPLES, method="percentile", rng=seed
-        ).confidence_interval
-        interval = (math.exp(found.low), math.exp(found.high))
+    return perplexity_result(losses, perplexity_protocol(model, tokenizer, data), seed)
+
+
+def perplexity_result(losses: np.ndarray, protocol: dict[str, Any], seed: int = 0) -> Result:
+    """The record of windows' losses, float64 [windows]."""
+    found = mean_interval(losses, seed)
+    interval = None if found is None else (math.exp(found[0]), math.exp(found[1]))
+    return Result("perplexity", "perplexity", math.exp(losses.mean()), interval, protocol, windows=losses.tolist())
+
+
+def perplexity_protocol(model: Any, tokenizer: Any, data: TokenData) -> dict[str, Any]:
+    """What must be the same for two perplexities to be compared."""
     windows, window = data.ids.shape
-    protocol = {
+    return {
         "dataset": data.source,
         "window": window,
         "windows": windows,
@@ -61,9 +76,8 @@ def perplexity(model: Any, tokenizer: Any, data: TokenData, *, seed: int = 0, tr
         "bos": _bos_policy(tokenizer, data.ids),
         "dtype": str(model.dtype).removeprefix("torch."),
         "data_fingerprint": data.fingerprint,
-        "interval": f"{CONFIDENCE:.0%} percentile bootstrap over windows, {RESAMPLES} resamples",
+        "interval": BOOTSTRAP,
     }
-    return Result("perplexity", "perplexity", math.exp(losses.mean()), interval, protocol)
 
 
 def _bos_policy(tokenizer: Any, ids: Tensor) -> str:

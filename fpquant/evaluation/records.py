@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ class Answers:
 class Result:
     """One figure of one model, with all that is needed to measure it again.
 
-    answers: of a task, by subject, so that two models can be compared question by question.
+    answers: of a task, by subject, so that two models can be compared question by question. windows: what the figure
+    is the mean of (of perplexity: the logarithm's), so that two models can be compared window by window.
     """
 
     task: str
@@ -28,12 +29,22 @@ class Result:
     interval: tuple[float, float] | None
     protocol: dict[str, Any]
     answers: dict[str, Answers] | None = None
+    windows: list[float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         record = asdict(self)
-        if self.answers is None:
-            del record["answers"]
-        return record
+        return {k: v for k, v in record.items() if v is not None or k not in ("answers", "windows")}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Result:
+        """The inverse of to_dict, also by way of JSON."""
+        answers, interval = record.get("answers"), record["interval"]
+        return cls(
+            **{k: record[k] for k in ("task", "metric", "value", "protocol")},
+            interval=None if interval is None else (interval[0], interval[1]),
+            answers=None if answers is None else {k: Answers(**a) for k, a in answers.items()},
+            windows=record.get("windows"),
+        )
 
 
 def to_record(model: str, results: Iterable[Result]) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from fpquant import hub
 from fpquant.errors import FpquantError
 from fpquant.evaluation import task_data
 from fpquant.evaluation.records import Answers, Result
+from fpquant.evaluation.statistics import CONFIDENCE
 from fpquant.models import LoadedModel, evaluation_mode
 from fpquant.progress import Track, no_progress
 
-CONFIDENCE = 0.95
 SHOTS = 5
 """Examples before each question of MMLU; its dev split has no more. The other tasks have none."""
 CHUNK = 32

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fpquant.cache import written_whole
 from fpquant.checkpoint import ModuleSpec
@@ -59,6 +60,13 @@ def heat_map(found: Shares, title: str, path: Path) -> None:
     kind = path.suffix.removeprefix(".").lower() or "png"
     if kind not in ("png", "svg", "pdf"):
         raise FpquantError(f"heat map {path} would be {kind!r}; name it .png, .svg or .pdf")
+    figure = heat_figure(found, title)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format=kind, dpi=150)
+
+
+def heat_figure(found: Shares, title: str) -> Any:
+    """The heat map as a matplotlib Figure. Raises FpquantError where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -68,6 +76,7 @@ def heat_map(found: Shares, title: str, path: Path) -> None:
     values = [[float("nan") if share is None else 100 * share for share in row] for row in rows]
     figure = Figure(figsize=(max(6.0, 2.5 + 0.28 * len(layers)), 1.6 + 0.36 * len(kinds)), layout="constrained")
     axes = figure.subplots()
+    axes.grid(False)
     image = axes.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     axes.set_xticks(
         range(0, len(layers), max(1, len(layers) // 16)), [str(x) for x in layers[:: max(1, len(layers) // 16)]]
@@ -76,5 +85,4 @@ def heat_map(found: Shares, title: str, path: Path) -> None:
     axes.set_xlabel("layer")
     axes.set_title(title)
     figure.colorbar(image, ax=axes, label="blocks in high precision (%)")
-    with written_whole(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=150)
+    return figure
