@@ -91,9 +91,13 @@ def score_blocks(
         w = weight_of(module).detach().float()
         blocks, scale = to_blocks(w), matrix_scale(w, pair)
         low = round_blocks(blocks, pair.low, scale, _block_scale(scales, name, blocks, scale, recipe))
-        difference = low.sub_(round_blocks(blocks, pair.high, scale))
+        high = round_blocks(blocks, pair.high, scale)
+        if recipe.signed:
+            change = low.sub_(blocks).square_().sub_(high.sub_(blocks).square_())
+        else:
+            change = low.sub_(high).square_()
         known = {} if statistics is None else {f: getattr(statistics[name], f).to(w.device) for f in policy.needs}
-        errors = BlockErrors(name, difference, known.get("fisher"), known.get("input_sq"), recipe.seed)
+        errors = BlockErrors(name, change, known.get("fisher"), known.get("input_sq"), recipe.seed)
         result[name] = policy.score(errors).cpu()
     return result
 

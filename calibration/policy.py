@@ -6,6 +6,9 @@ What differs is the weight: the diagonal Fisher information (`fisher`); the mean
 channel, which makes it the expected squared change of the layer's output (`output-error`); or 1
 (`quantization-error`). `random` is a control. The baselines are, as in the FGMP paper, a threshold a tensor and no
 clipping unless asked otherwise.
+
+The signed variant counts by how much more the low scheme errs, (Q_low(v) - v)^2 - (Q_high(v) - v)^2, in the place of
+the squared difference: a block that the low scheme happens to hit exactly is not charged for the high one's error.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from fpquant.schemes import to_blocks
 
 @dataclass(frozen=True)
 class BlockErrors:
-    """What a policy sees of one weight: Q_low - Q_high of its blocks, and the gathered statistics."""
+    """What a policy sees of one weight: (Q_low - Q_high)^2 of its blocks, or the signed variant; and the gathered
+    statistics."""
 
     name: str
-    difference: Tensor  # [out, blocks, 16]
+    change: Tensor  # [out, blocks, 16]
     fisher: Tensor | None  # [out, in]: mean squared gradient of each element
     input_sq: Tensor | None  # [in]: mean squared input of each channel
     seed: int
@@ -46,17 +50,17 @@ def output_error(e: BlockErrors) -> Tensor:
 
 def quantization_error(e: BlockErrors) -> Tensor:
     """Squared change of the weight itself."""
-    return e.difference.square().sum(dim=-1)
+    return e.change.sum(dim=-1)
 
 
 def random(e: BlockErrors) -> Tensor:
     """Uniform in [0, 1), from the seed and the module's name."""
     generator = torch.Generator().manual_seed((e.seed * 1_000_003 + zlib.crc32(e.name.encode())) % (1 << 63))
-    return torch.rand(e.difference.shape[:2], generator=generator).to(e.difference.device)
+    return torch.rand(e.change.shape[:2], generator=generator).to(e.change.device)
 
 
 def _weighted(e: BlockErrors, weight: Tensor) -> Tensor:
-    return (e.difference.square() * weight).sum(dim=-1)
+    return (e.change * weight).sum(dim=-1)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from fpquant import __version__, checkpoint, models
+from fpquant.activations import InputQuantizer
 from fpquant.cache import check_file_place
+from fpquant.calibration.activations import score_inputs
 from fpquant.calibration.data import (
     TokenData,
     calibration_data,
@@ -47,7 +49,7 @@ from fpquant.evaluation.perplexity import perplexity
 from fpquant.evaluation.plan import Plan, make_plan
 from fpquant.evaluation.records import Result
 from fpquant.evaluation.store import Store, check_directory
-from fpquant.linear import QuantLinear, prepack_on_gpu
+from fpquant.linear import QuantLinear, activation_counts, prepack_on_gpu
 from fpquant.models import LoadedModel, Skipped, find_modules, load_model, pick_device
 from fpquant.packing import BlockMixedTensor
 from fpquant.progress import Track, no_progress
@@ -120,7 +122,7 @@ def calibrate(
     if sensitivity is not None:
         check_file_place(Path(sensitivity).expanduser(), "--sensitivity")
     models.check_model(model)
-    if chosen.needs_sensitivity:
+    if chosen.needs_data:
         check_calibration(chosen.dataset, chosen.samples, chosen.seq_len)
     if evaluate_on is not None:
         check_evaluation(evaluate_on, WINDOW, None)
@@ -166,17 +168,27 @@ def quantize(
     with stages.timed("check"):
         check_weights(model.named_parameters())
         check_range(modules, recipe.weights)
-    known = None
+    known, data = None, recipe_data(loaded, recipe) if recipe.needs_data else None
     if recipe.needs_sensitivity:
         with stages.timed("sensitivity"):
-            known = find_sensitivity(loaded, modules, recipe, sensitivity, track)
+            known = find_sensitivity(loaded, modules, recipe, sensitivity, track, data)
     statistics = known.modules if known else None
+    inputs: dict[str, InputQuantizer] = {}
+    of_inputs: dict[str, Any] | None = None
+    if recipe.inputs is not None:
+        assert data is not None and recipe.threshold is not None
+        with stages.timed("activations"):
+            scores = score_inputs(
+                model, modules, recipe.inputs, recipe.policy, data.ids, statistics, seed=recipe.seed, track=track
+            )
+            ratio = recipe.ratio if recipe.activation_ratio is None else recipe.activation_ratio
+            inputs, of_inputs = scores.quantizers(ratio, recipe.threshold)
     with stages.timed("clip"):
         scales = _clipped_scales(modules, recipe, known, track)
     with stages.timed("assign and pack"):
         packed, assignment = quantize_weights(modules, recipe, statistics, scales, track)
         for name, tensor in packed.items():
-            replace_by_quant_linear(model, name, tensor)
+            replace_by_quant_linear(model, name, tensor, inputs.get(name))
         _check_runs(model)
     settings = {
         "ratio": None if recipe.weights.is_uniform else recipe.ratio,
@@ -184,14 +196,17 @@ def quantize(
         "clip": recipe.clip,
         "threshold": None if assignment is None else _threshold_record(recipe, assignment.thresholds),
         "seed": recipe.seed,
+        "signed": recipe.signed,
+        "activations": of_inputs,
     }
-    specs = {n: checkpoint.ModuleSpec(t.shape, t.high_blocks) for n, t in packed.items()}
+    specs = {n: checkpoint.ModuleSpec(t.shape, t.high_blocks, recipe.inputs) for n, t in packed.items()}
     config = checkpoint.quantization_config(specs, recipe.weights, settings)
     _attach(model, config)
     prepack_on_gpu(model)
     summary = _summary(loaded, recipe, packed, skipped)
     summary["ratio_achieved"] = None if assignment is None else assignment.ratio
     summary["threshold"] = settings["threshold"]
+    summary["activations"] = of_inputs
     summary["gradients"] = None if known is None else {k: known.record[k] for k in ("nonfinite", "saturated")}
     record = {
         "fpquant": __version__,
@@ -310,13 +325,16 @@ def _clipped_scales(
     return kept
 
 
-def replace_by_quant_linear(model: nn.Module, name: str, packed: BlockMixedTensor) -> None:
+def replace_by_quant_linear(
+    model: nn.Module, name: str, packed: BlockMixedTensor, inputs: InputQuantizer | None = None
+) -> None:
     """Put a QuantLinear over `packed` in the place of a linear module, with its bias."""
     old = model.get_submodule(name)
     bias = getattr(old, "bias", None)
-    checkpoint.replace_module(
-        model, name, QuantLinear.from_packed(packed, bias if isinstance(bias, nn.Parameter) else None)
-    )
+    new = QuantLinear.from_packed(packed, bias if isinstance(bias, nn.Parameter) else None)
+    if inputs is not None:
+        new.quantize_inputs(inputs)
+    checkpoint.replace_module(model, name, new)
 
 
 def load(directory: str | Path, *, device: str = "auto", dtype: str = "auto", verify: bool = True) -> Any:
@@ -403,7 +421,9 @@ def evaluate(
         if task == "perplexity":
             _check_length(loaded, window, "--window")
             data = evaluation_data(dataset, loaded.tokenizer, window=window, limit=limit)
-            results.append(perplexity(loaded.model, loaded.tokenizer, data, track=track))
+            activation_counts(loaded.model, reset=True)
+            result = perplexity(loaded.model, loaded.tokenizer, data, track=track)
+            results.append(replace(result, activations=activation_counts(loaded.model)))
         else:
             with _dense_on_cpu(loaded.model):
                 results += tasks_.measure(questions[task], loaded, limit=limit, batch_size=batch_size, track=track)

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from fpquant.activations import INPUTS, InputQuantizer, check_input_pair, check_inputs, input_sizes
 from fpquant.cache import check_place, written_whole
 from fpquant.errors import FpquantError
 from fpquant.linear import QuantLinear
@@ -43,21 +44,29 @@ _DTYPE_NAMES = {torch.uint8: "U8", torch.float32: "F32"}
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """What config.json says of a quantized module: every stream's size follows from it."""
+    """What config.json says of a quantized module: every stream's size follows from it. inputs: what its inputs are
+    quantized to, None where they are not."""
 
     shape: tuple[int, int]
     high_blocks: int
+    inputs: Pair | None = None
+
+    def sizes(self, pair: Pair) -> dict[str, tuple[int, torch.dtype]]:
+        """{tensor: (elements, type)}: the streams of the weight, and the numbers that inputs are quantized by."""
+        inputs = input_sizes(self.shape[1], self.inputs)
+        return stream_sizes(self.shape, pair, self.high_blocks) | {n: (k, torch.float32) for n, k in inputs.items()}
 
 
 def quantization_config(packed: Mapping[str, ModuleSpec], pair: Pair, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The `quantization_config` of config.json. settings: ratio, policy, clip, threshold, seed."""
+    """The `quantization_config` of config.json. settings: ratio, policy, clip, threshold, seed, activations (None, or
+    their pair, ratio and threshold)."""
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
         ("scheme" if pair.is_uniform else "pair"): pair.name,
         "block_size": BLOCK_SIZE,
-        **settings,
         "activations": None,
+        **settings,
         "modules": {n: {"shape": list(m.shape), "high_blocks": m.high_blocks} for n, m in sorted(packed.items())},
     }
 
@@ -70,13 +79,20 @@ def parse_config(config: Mapping[str, Any]) -> tuple[Pair, dict[str, ModuleSpec]
         raise FpquantError(f"checkpoint format version {version!r} is not {FORMAT_VERSION}; {remedy}")
     if config.get("block_size") != BLOCK_SIZE or not isinstance(config.get("modules"), Mapping):
         raise FpquantError("quantization_config lacks block_size 16 or modules; the checkpoint is damaged")
-    if ("pair" in config) == ("scheme" in config) or config.get("activations") is not None:
-        raise FpquantError("quantization_config needs pair or scheme, and no activations; the checkpoint is damaged")
-    pair = get_pair(str(config.get("pair") or config.get("scheme")))
-    return pair, {str(name): _parse_module(name, m, pair) for name, m in config["modules"].items()}
+    if ("pair" in config) == ("scheme" in config):
+        raise FpquantError("quantization_config needs pair or scheme; the checkpoint is damaged")
+    pair, inputs = get_pair(str(config.get("pair") or config.get("scheme"))), None
+    if (activations := config.get("activations")) is not None:
+        if not isinstance(activations, Mapping) or "pair" not in activations:
+            raise FpquantError(
+                f"quantization_config has activations {activations!r}, without pair; the checkpoint is damaged"
+            )
+        inputs = get_pair(str(activations["pair"]))
+        check_input_pair(inputs)
+    return pair, {str(name): _parse_module(name, m, pair, inputs) for name, m in config["modules"].items()}
 
 
-def _parse_module(name: object, module: Any, pair: Pair) -> ModuleSpec:
+def _parse_module(name: object, module: Any, pair: Pair, inputs: Pair | None) -> ModuleSpec:
     try:
         out_features, in_features = module["shape"]
         high = module["high_blocks"]
@@ -90,7 +106,7 @@ def _parse_module(name: object, module: Any, pair: Pair) -> ModuleSpec:
         raise FpquantError(
             f"quantization_config describes {name} as {module!r}, which is no weight; the checkpoint is damaged"
         )
-    return ModuleSpec((out_features, in_features), high)
+    return ModuleSpec((out_features, in_features), high, inputs)
 
 
 def install_empty(model: nn.Module, pair: Pair, modules: Mapping[str, ModuleSpec], dtype: torch.dtype) -> None:
@@ -115,6 +131,7 @@ def install_empty(model: nn.Module, pair: Pair, modules: Mapping[str, ModuleSpec
             spec.shape[0],
             pair,
             high_blocks=spec.high_blocks,
+            inputs=spec.inputs,
             bias=getattr(old, "bias", None) is not None,
             dtype=dtype,
             device=weight.device,
@@ -126,6 +143,8 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put `new` where `name` is, in the mode (training or evaluation) of what was there."""
     parent, _, child = name.rpartition(".")
     new.train(model.get_submodule(name).training)
+    if isinstance(new, QuantLinear):
+        new.name = name
     setattr(model.get_submodule(parent), child, new)
 
 
@@ -149,7 +168,7 @@ def save_checkpoint(
     What is not quantized is stored in `stored_dtype`. record: what fpquant.json holds besides the shards' sha256;
     card: the text of README.md.
     """
-    kept = {f"{name}.{stream}" for name in config["modules"] for stream in STREAMS}
+    kept = {f"{name}.{tensor}" for name in config["modules"] for tensor in (*STREAMS, *INPUTS)}
     cast: dict[tuple[int, torch.Size], torch.Tensor] = {}  # one tensor stays one (a tied head)
     state = {}
     for name, t in model.state_dict().items():
@@ -305,11 +324,7 @@ def check_headers(files: Iterable[Path], pair: Pair, modules: Mapping[str, Modul
 
     Raises FpquantError naming the shard or the tensor.
     """
-    wanted = {
-        f"{name}.{stream}": size
-        for name, spec in modules.items()
-        for stream, size in stream_sizes(spec.shape, pair, spec.high_blocks).items()
-    }
+    wanted = {f"{name}.{stream}": size for name, spec in modules.items() for stream, size in spec.sizes(pair).items()}
     for path in files:
         try:
             with safe_open(path, "pt") as file:
@@ -330,20 +345,27 @@ def check_headers(files: Iterable[Path], pair: Pair, modules: Mapping[str, Modul
 
 
 def load_packed(directory: Path) -> dict[str, BlockMixedTensor]:
-    """Every quantized weight of a directory, checked, without building the model."""
+    """Every quantized weight of a directory, checked, without building the model; what its inputs are quantized by is
+    checked too."""
     pair, modules = parse_config(read_config(directory)["quantization_config"])
     files = shards(directory)
     check_headers(files, pair, modules)
     streams: dict[str, dict[str, torch.Tensor]] = {name: {} for name in modules}
+    inputs: dict[str, dict[str, torch.Tensor]] = {name: {} for name in modules}
     for path in files:
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
                 name, _, stream = key.rpartition(".")
                 if name in modules and stream in STREAMS:
                     streams[name][stream] = file.get_tensor(key)
+                elif name in modules and stream in INPUTS:
+                    inputs[name][stream] = file.get_tensor(key)
     packed = {n: BlockMixedTensor(shape=spec.shape, pair=pair, **streams[n]) for n, spec in modules.items()}
     for name, t in packed.items():
         check(t, name)
+    for name, spec in modules.items():
+        if spec.inputs is not None:
+            check_inputs(InputQuantizer(spec.inputs, **inputs[name]), name)
     return packed
 
 
@@ -365,6 +387,10 @@ def save_dequantized(model: Any, tokenizer: Any, out: Path) -> None:
     with torch.device("meta"):
         plain = type(model)(type(model.config).from_dict(values))
     quantized = quant_modules(model)
+    if any(module.inputs is not None for module in quantized.values()):
+        raise FpquantError(
+            "the layers' inputs are quantized, which an ordinary directory cannot say; calibrate without --activations"
+        )
     streams = {f"{name}.{stream}" for name in quantized for stream in STREAMS}
     state = {name: t for name, t in model.state_dict().items() if name not in streams}
     for name, module in quantized.items():

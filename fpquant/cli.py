@@ -90,6 +90,17 @@ def calibrate(
     policy: Annotated[str | None, typer.Option(help="fisher, output-error, quantization-error or random.")] = None,
     threshold: Annotated[str | None, typer.Option(help="global or local. [default: the policy's]")] = None,
     clip: Annotated[str | None, typer.Option(help="fisher, unweighted or none. [default: the policy's]")] = None,
+    activations: Annotated[
+        bool | None,
+        typer.Option("--activations/--no-activations", help="Quantize the layers' inputs too, while the model runs."),
+    ] = None,
+    activation_ratio: Annotated[
+        str | None, typer.Option(help="Fraction of their blocks in low precision. [default: --ratio]")
+    ] = None,
+    signed: Annotated[
+        bool | None,
+        typer.Option("--signed/--unsigned", help="Score weights by how much more the low precision errs."),
+    ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(help="wikitext, vital-articles, or a .txt, .parquet or .jsonl file. [default: wikitext]"),
@@ -132,6 +143,9 @@ def calibrate(
             "policy": policy,
             "threshold": threshold,
             "clip": clip,
+            "activations": activations,
+            "activation_ratio": None if activation_ratio is None else _number(activation_ratio, "activation-ratio"),
+            "signed": signed,
             "dataset": dataset,
             "samples": samples,
             "seq_len": seq_len,

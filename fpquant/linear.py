@@ -4,6 +4,8 @@ Its weight has one of two forms, in one copy. The checkpoint's streams are one-d
 each use. Prepacked, in the layout of TC-FPx, `weight` is [strips of 64 outputs, bytes of a strip], and a scale a tensor
 is repeated for each output, as the kernel wants it. The number of dimensions is the mark: it goes with the tensor
 wherever that is copied, pickled or offloaded. What leaves the module (`packed`, its state) is always streams.
+
+Where its inputs are quantized too, it does so itself at each use, and counts what became of them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpquant.activations import INPUTS, InputQuantizer, input_sizes
+from fpquant.errors import FpquantError
 from fpquant.kernels import ops, reference
 from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS, STRIP_ROWS
 from fpquant.packing import STREAMS, BlockMixedTensor, stream_sizes, unpack
@@ -28,8 +32,13 @@ class QuantLinear(nn.Linear):
     Opening its checkpoint without fpquant fails with a size mismatch at `weight`.
     """
 
+    name = "a QuantLinear"
+    """What errors call it: its place in its model, once it is there."""
+
     _is_hf_initialized = True  # or transformers fills offloaded streams with random numbers, which bytes refuse
 
+    counts: Tensor | None
+    """int64 [3], see activation_counts; None where nothing has been counted."""
     weight_scale: Tensor | None
     weight_global_scale: Tensor | None
 
@@ -40,12 +49,15 @@ class QuantLinear(nn.Linear):
         pair: Pair,
         *,
         high_blocks: int = 0,
+        inputs: Pair | None = None,
         bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.pair, self.high_blocks = in_features, out_features, pair, high_blocks
+        self.inputs: Pair | None = None
+        self.counts = None
         sizes = stream_sizes((out_features, in_features), pair, high_blocks)
         for name in STREAMS:
             empty = torch.empty(sizes[name][0], dtype=sizes[name][1], device=device) if name in sizes else None
@@ -54,6 +66,13 @@ class QuantLinear(nn.Linear):
             nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
         )
         self.register_parameter("bias", filled)
+        for name in INPUTS:
+            self.register_parameter(name, None)
+        if inputs is not None:
+            empty_inputs = {
+                name: torch.empty(size, device=device) for name, size in input_sizes(in_features, inputs).items()
+            }
+            self.quantize_inputs(InputQuantizer(inputs, **empty_inputs))
         self._dense: Tensor | None = None
 
     @classmethod
@@ -75,6 +94,33 @@ class QuantLinear(nn.Linear):
         if self.is_prepacked:
             streams |= self._unprepacked()
         return BlockMixedTensor(shape=(self.out_features, self.in_features), pair=self.pair, **streams)
+
+    def quantize_inputs(self, quantizer: InputQuantizer) -> None:
+        """Quantize inputs so from now on."""
+        self.inputs = quantizer.pair
+        for name, tensor in quantizer.tensors.items():
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+    @property
+    def input_quantizer(self) -> InputQuantizer | None:
+        """How inputs are quantized: over this module's parameters."""
+        if self.inputs is None:
+            return None
+        return InputQuantizer(self.inputs, *(getattr(self, name) for name in INPUTS))
+
+    def quantized_input(self, x: Tensor) -> Tensor:
+        """x as the weight meets it. Raises FpquantError for numbers that are not finite, on a CPU: a GPU would wait."""
+        quantizer = self.input_quantizer
+        if quantizer is None:
+            return x
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(torch.isfinite(x).all()):
+            raise FpquantError(f"the inputs of {self.name} are not finite; try --dtype bfloat16 or float32")
+        found = reference.quantize_input(x, quantizer)
+        blocks = x.numel() // x.shape[-1] * block_count(self.in_features)
+        high = found.saturated.new_zeros((), dtype=torch.int64) if found.high is None else found.high.sum()
+        counts = torch.stack((high.new_full((), blocks), high, found.saturated.sum()))
+        self.counts = counts if self.counts is None or self.counts.device != x.device else self.counts + counts
+        return found.values
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in], each value rounded once to `dtype`."""
@@ -139,11 +185,12 @@ class QuantLinear(nn.Linear):
 
     def freeze(self) -> None:
         """Turn requires_grad off again: loaders turn it on for floating-point parameters."""
-        for name in STREAMS:
+        for name in (*STREAMS, *INPUTS):
             if (stream := getattr(self, name)) is not None:
                 stream.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.quantized_input(x)
         if self._dense is not None and self._dense.dtype == x.dtype:
             return nn.functional.linear(x, self._dense, self.bias)
         if self.is_prepacked and x.dtype in (torch.float16, torch.bfloat16):
@@ -159,7 +206,8 @@ class QuantLinear(nn.Linear):
         was_prepacked, before = self.is_prepacked, self.weight.device
         self.unprepack_()
         # .detach(): the base class may swap the data under the same Parameter
-        scales = {n: t.detach() for n in STREAMS if (t := getattr(self, n)) is not None and t.dtype == torch.float32}
+        kept = ((n, getattr(self, n)) for n in (*STREAMS, *INPUTS))
+        scales = {n: t.detach() for n, t in kept if t is not None and t.dtype == torch.float32}
         super()._apply(fn, recurse)
         for name, scale in scales.items():
             if (moved := getattr(self, name)).dtype != torch.float32:
@@ -186,7 +234,8 @@ class QuantLinear(nn.Linear):
     def extra_repr(self) -> str:
         blocks = self.out_features * block_count(self.in_features)
         share = f", high={self.high_blocks / blocks:.1%}" if self.pair.high else ""
-        return f"{self.in_features}, {self.out_features}, {self.pair.name}{share}, bias={self.bias is not None}"
+        inputs = "" if self.inputs is None else f", inputs={self.inputs.name}"
+        return f"{self.in_features}, {self.out_features}, {self.pair.name}{share}{inputs}, bias={self.bias is not None}"
 
 
 def prepack_on_gpu(model: nn.Module) -> None:
@@ -196,7 +245,25 @@ def prepack_on_gpu(model: nn.Module) -> None:
             module.prepack_on_gpu_()
 
 
+def _counted(module: QuantLinear) -> list[int]:
+    return [0, 0, 0] if module.counts is None else [int(n) for n in module.counts.tolist()]
+
+
 def _is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate brings this module's parameters for each forward pass and takes them away again."""
     hook = getattr(module, "_hf_hook", None)
     return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
+
+
+def activation_counts(model: nn.Module, *, reset: bool = False) -> dict[str, int] | None:
+    """{"blocks", "high_blocks", "saturated"} of all inputs that a model's QuantLinears have quantized since the last
+    reset: blocks of 16 (and those that took the high scheme), and elements beyond the calibrated range. None where none
+    quantizes its inputs."""
+    modules = [m for m in model.modules() if isinstance(m, QuantLinear) and m.inputs is not None]
+    if not modules:
+        return None
+    blocks, high, saturated = (sum(n) for n in zip(*(_counted(m) for m in modules), strict=True))
+    if reset:
+        for module in modules:
+            module.counts = None
+    return {"blocks": blocks, "high_blocks": high, "saturated": saturated}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from fpquant.activations import check_input_pair
 from fpquant.calibration.clipping import check_clip
 from fpquant.calibration.policy import get_policy
 from fpquant.calibration.threshold import THRESHOLDS, check_ratio
@@ -24,6 +25,9 @@ class Recipe:
 
     pair: `nvfp4/fp8`, `fp6/fp16`, or one scheme for all blocks (`fp8`, `nvfp4`, `fp6`, ...).
     ratio: the fraction of blocks in low precision, 0 to 1; it has no meaning for one scheme.
+    activations: whether the layers' inputs are quantized too, while the model runs, to the same pair or scheme and by
+    the same policy. activation_ratio: theirs, where it is another. signed: scores of weights count by how much more the
+    low scheme errs than the high one, not by how far apart they are.
     """
 
     pair: str = "nvfp4/fp8"
@@ -31,6 +35,9 @@ class Recipe:
     policy: str = "fisher"
     threshold: str | None = None
     clip: str | None = None
+    activations: bool = False
+    activation_ratio: float | None = None
+    signed: bool = False
     dataset: str = "wikitext"
     samples: int = 512
     seq_len: int = 512
@@ -55,6 +62,16 @@ class Recipe:
             raise FpquantError(
                 f"clip {self.clip!r} needs a scheme with a scale a block, got pair {self.pair!r}; use none"
             )
+        for flag in ("activations", "signed"):
+            if not isinstance(getattr(self, flag), bool):
+                raise FpquantError(f"{flag} must be true or false, got {getattr(self, flag)!r}")
+        if self.activations:
+            check_input_pair(self.weights)
+        if self.activation_ratio is not None:
+            check_ratio(self.activation_ratio)
+            if not self.activations or self.weights.is_uniform:
+                raise FpquantError("activation_ratio does nothing without activations of a pair; leave it out")
+            object.__setattr__(self, "activation_ratio", float(self.activation_ratio))
         for number in ("samples", "seq_len", "seed"):
             value: Any = getattr(self, number)
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value < 1 << 63:
@@ -72,8 +89,18 @@ class Recipe:
     @property
     def needs_sensitivity(self) -> bool:
         """Whether anything in it looks at the calibration data."""
-        scores = not self.weights.is_uniform and bool(get_policy(self.policy).needs)
+        scores = not self.weights.is_uniform and (bool(get_policy(self.policy).needs) or self.activations)
         return scores or self.clip == "fisher"
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether anything in it looks at the calibration text: ranges of activations do without gradients."""
+        return self.needs_sensitivity or self.activations
+
+    @property
+    def inputs(self) -> Pair | None:
+        """What the layers' inputs are quantized to."""
+        return self.weights if self.activations else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,7 +10,10 @@ from fpquant.recipe import Recipe, load_recipe, override, parse_recipe, recipe_n
 
 
 def test_the_recipes_that_come_along():
-    assert recipe_names() == ["fgmp-70", "fgmp-90", "fp6", "fp6-fp16-95", "fp8", "nvfp4", "nvfp4-clipped"]
+    assert recipe_names() == [
+        *("fgmp-70", "fgmp-70-w4a4", "fgmp-90", "fgmp-90-w4a4", "fp6", "fp6-fp16-95", "fp8", "fp8-w8a8"),
+        *("nvfp4", "nvfp4-clipped", "nvfp4-w4a4"),
+    ]
     for name in recipe_names():
         text = files("fpquant.recipes").joinpath(f"{name}.yaml").read_text()
         assert text.startswith("# Why:") and "# When:" in text

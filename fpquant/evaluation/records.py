@@ -19,6 +19,7 @@ class Answers:
 class Result:
     """One figure of one model, with all that is needed to measure it again.
 
+    activations: of a model whose inputs of layers are quantized, what became of them (linear.activation_counts).
     answers: of a task, by subject, so that two models can be compared question by question. windows: what the figure
     is the mean of (of perplexity: the logarithm's), so that two models can be compared window by window.
     """
@@ -30,10 +31,11 @@ class Result:
     protocol: dict[str, Any]
     answers: dict[str, Answers] | None = None
     windows: list[float] | None = None
+    activations: dict[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         record = asdict(self)
-        return {k: v for k, v in record.items() if v is not None or k not in ("answers", "windows")}
+        return {k: v for k, v in record.items() if v is not None or k not in ("answers", "windows", "activations")}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Result:
@@ -44,6 +46,7 @@ class Result:
             interval=None if interval is None else (interval[0], interval[1]),
             answers=None if answers is None else {k: Answers(**a) for k, a in answers.items()},
             windows=record.get("windows"),
+            activations=record.get("activations"),
         )
 
 

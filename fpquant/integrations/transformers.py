@@ -14,6 +14,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fpquant.activations import check_inputs
 from fpquant.checkpoint import QUANT_METHOD, check_headers, install_empty, parse_config, quant_modules
 from fpquant.packing import check
 
@@ -61,6 +62,8 @@ class FpQuantQuantizer(HfQuantizer):
             module.freeze()
             if not any(t.is_meta for t in module.packed.streams.values()):
                 check(module.packed, name)
+                if (quantizer := module.input_quantizer) is not None:
+                    check_inputs(quantizer, name)
                 module.prepack_on_gpu_()
         return model
 

@@ -22,6 +22,10 @@ def model_card(model: str, config: Mapping[str, Any], summary: Mapping[str, Any]
             f"{summary['ratio_achieved']:.2%} of the 16-element blocks are in the low precision. "
             f"Policy `{config['policy']}`, clipping `{config['clip']}`. The whole record is in `fpquant.json`."
         )
+    if config.get("activations"):
+        lines.append(
+            f"The inputs of these modules are quantized too, to {config['activations']['pair']}, while the model runs."
+        )
     lines.append(
         "```python\nimport fpquant  # teaches transformers to open this directory\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

@@ -11,7 +11,7 @@ from rich.table import Table
 from fpquant import checkpoint
 from fpquant.packing import stream_sizes
 from fpquant.report.shares import Shares, heat_map, shares
-from fpquant.report.tables import facts, shares_table, size
+from fpquant.report.tables import activations_line, facts, shares_table, size
 from fpquant.schemes import Pair
 
 
@@ -60,6 +60,8 @@ class Inspection:
             ("all tensors", size(self.tensor_bytes)),
             ("clip", str(self.config.get("clip"))),
         ]
+        if (inputs := self.config.get("activations")) is not None:
+            rows.append(("activations", activations_line(inputs)))
         if self.is_mixed:
             threshold = self.config.get("threshold")
             rows += [

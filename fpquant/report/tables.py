@@ -43,6 +43,8 @@ def calibration_table(summary: Mapping[str, Any], out: str) -> Table:
         rows.append(("ratio", f"{summary['ratio_achieved']:.4%} of blocks in low precision"))
         shown = f"{len(threshold)} thresholds, one a tensor" if isinstance(threshold, dict) else f"{_number(threshold)}"
         rows.append(("threshold", shown))
+    if (inputs := summary["activations"]) is not None:
+        rows.append(("activations", activations_line(inputs)))
     for kind, by_module in (summary["gradients"] or {}).items():
         if by_module:
             worst = max(by_module, key=by_module.get)
@@ -58,6 +60,15 @@ def calibration_table(summary: Mapping[str, Any], out: str) -> Table:
         ("written to", out),
     ]
     return facts(rows)
+
+
+def activations_line(settings: Mapping[str, Any]) -> str:
+    """What is done to the layers' inputs, from `activations` of a quantization_config."""
+    if "ratio" not in settings:
+        return f"{settings['pair']}"
+    limit = settings["threshold"]
+    shown = "a threshold a module" if limit == "local" else f"threshold {_number(limit)}"
+    return f"{settings['pair']}, {settings['ratio_achieved']:.2%} of calibration blocks in low precision, {shown}"
 
 
 _PROTOCOL = (

@@ -12,7 +12,7 @@ def errors():
     draw = torch.Generator().manual_seed(0)
     return BlockErrors(
         name="layer.0",
-        difference=torch.randn(6, 3, 16, generator=draw),
+        change=torch.randn(6, 3, 16, generator=draw).square(),
         fisher=torch.rand(6, 41, generator=draw),  # a tail block of 9
         input_sq=torch.rand(41, generator=draw),
         seed=0,
@@ -20,11 +20,11 @@ def errors():
 
 
 def by_hand(e, weight):
-    """sum of weight[o, i] * difference^2 over the elements that exist, one at a time."""
+    """sum of weight[o, i] * change over the elements that exist, one at a time."""
     out = torch.zeros(6, 3, dtype=torch.float64)
     for o in range(6):
         for i in range(41):
-            out[o, i // 16] += weight(o, i) * float(e.difference[o, i // 16, i % 16]) ** 2
+            out[o, i // 16] += weight(o, i) * float(e.change[o, i // 16, i % 16])
     return out
 
 
@@ -39,7 +39,7 @@ def test_output_error_weighs_by_the_mean_squared_input_of_the_channel(errors):
 
 
 def test_quantization_error_weighs_nothing(errors):
-    expected = errors.difference.double().square().sum(-1)
+    expected = errors.change.double().sum(-1)
     torch.testing.assert_close(POLICIES["quantization-error"].score(errors).double(), expected, rtol=1e-5, atol=0)
 
 
@@ -48,7 +48,7 @@ def test_random_depends_on_seed_and_module_and_on_nothing_else(errors):
 
     score = POLICIES["random"].score
     first = score(errors)
-    assert torch.equal(first, score(replace(errors, difference=errors.difference * 0)))
+    assert torch.equal(first, score(replace(errors, change=errors.change * 0)))
     assert not torch.equal(first, score(replace(errors, seed=1)))
     assert not torch.equal(first, score(replace(errors, name="layer.1")))
     assert first.min() >= 0 and first.max() < 1
