@@ -10,6 +10,8 @@ Where its inputs are quantized too, it does so itself at each use, and counts wh
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,33 @@ from fpquant.kernels import ops, reference
 from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS, STRIP_ROWS
 from fpquant.packing import STREAMS, BlockMixedTensor, stream_sizes, unpack
 from fpquant.schemes import Pair, block_count
+
+
+class _LastInput:
+    """The last tensor that was quantized on a CPU and what became of it, as long as that tensor lives: siblings that
+    share an input share the work."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Any, int, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+
+    def find(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
+        kept = self._kept
+        same = kept is not None and kept[0]() is x and kept[1] == _version(x) and kept[2] == key
+        return kept[3] if same and kept is not None else None
+
+    def keep(self, x: Tensor, key: tuple[Any, ...], found: tuple[Tensor, Tensor]) -> None:
+        self._kept = weakref.ref(x, self._forget), _version(x), key, found
+
+    def _forget(self, reference: Any) -> None:
+        if self._kept is not None and self._kept[0] is reference:
+            self._kept = None
+
+
+_shared = _LastInput()
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 class QuantLinear(nn.Linear):
@@ -58,6 +87,7 @@ class QuantLinear(nn.Linear):
         self.in_features, self.out_features, self.pair, self.high_blocks = in_features, out_features, pair, high_blocks
         self.inputs: Pair | None = None
         self.counts = None
+        self._key: tuple[Any, tuple[Any, ...]] | None = None
         sizes = stream_sizes((out_features, in_features), pair, high_blocks)
         for name in STREAMS:
             empty = torch.empty(sizes[name][0], dtype=sizes[name][1], device=device) if name in sizes else None
@@ -113,14 +143,30 @@ class QuantLinear(nn.Linear):
         quantizer = self.input_quantizer
         if quantizer is None:
             return x
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(torch.isfinite(x).all()):
-            raise FpquantError(f"the inputs of {self.name} are not finite; try --dtype bfloat16 or float32")
-        found = reference.quantize_input(x, quantizer)
-        blocks = x.numel() // x.shape[-1] * block_count(self.in_features)
-        high = found.saturated.new_zeros((), dtype=torch.int64) if found.high is None else found.high.sum()
-        counts = torch.stack((high.new_full((), blocks), high, found.saturated.sum()))
+        eager_on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        found = _shared.find(x, self._input_key()) if eager_on_cpu else None
+        if found is None:
+            if eager_on_cpu and not bool(torch.isfinite(x).all()):
+                raise FpquantError(f"the inputs of {self.name} are not finite; try --dtype bfloat16 or float32")
+            quantized = reference.quantize_input(x, quantizer)
+            blocks = x.numel() // x.shape[-1] * block_count(self.in_features)
+            saturated = quantized.saturated.sum()
+            high = torch.zeros_like(saturated) if quantized.high is None else quantized.high.sum()
+            found = quantized.values, torch.stack((torch.full_like(high, blocks), high, saturated))
+            if eager_on_cpu:
+                _shared.keep(x, self._input_key(), found)
+        values, counts = found
         self.counts = counts if self.counts is None or self.counts.device != x.device else self.counts + counts
-        return found.values
+        return values
+
+    def _input_key(self) -> tuple[Any, ...]:
+        """Equal for modules that quantize their inputs alike, as those do that share one (q, k and v)."""
+        tensors = [t for name in INPUTS if (t := getattr(self, name)) is not None]
+        state = tuple((id(t), t._version) for t in tensors)
+        if self._key is None or self._key[0] != state:
+            content = b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)
+            self._key = state, (self.inputs, hashlib.sha256(content).digest())
+        return self._key[1]
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in], each value rounded once to `dtype`."""

@@ -18,6 +18,10 @@ def linear(x: Tensor, weight: BlockMixedTensor, bias: Tensor | None = None) -> T
     return torch.nn.functional.linear(x, unpack(weight, x.dtype), bias)
 
 
+_CPU_ELEMENTS = 1 << 16
+"""Quantized at a time on a CPU, so that the many steps find them in its cache."""
+
+
 @dataclass(frozen=True)
 class QuantizedInput:
     """values: as x, quantized, rounded once to its type (exact where s is a power of two within the type's range).
@@ -44,6 +48,15 @@ def quantize_input(x: Tensor, q: InputQuantizer) -> QuantizedInput:
 
     Divisions are by tensors: on a GPU torch multiplies by a number's reciprocal, which would round twice.
     """
+    rows = _CPU_ELEMENTS // max(1, x.shape[-1])
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 2 * rows * x.shape[-1] > 0:
+        parts = [quantize_input(part, q) for part in x.reshape(-1, x.shape[-1]).split(rows)]
+        masks = [part.high for part in parts if part.high is not None]
+        return QuantizedInput(
+            torch.cat([part.values for part in parts]).reshape(x.shape),
+            torch.cat(masks) if masks else None,
+            torch.cat([part.saturated for part in parts]),
+        )
     u, low, high = input_candidates(x, q.pair, q.input_scale)
     mask, values = None, low if high is None else high
     if low is not None and high is not None:

@@ -146,15 +146,12 @@ def test_uniform_activations_need_no_gradients(tiny_model, text_file, tmp_path, 
 
 
 def test_fp8_activations_lose_less_than_nvfp4_and_a_mixture_lies_between(tiny_model, text_file, tmp_path):
-    loss = {}
-    for name, settings in {
-        "fp8": {"recipe": "fp8-w8a8"}, "nvfp4": {"recipe": "nvfp4-w4a4"}, "half": {"recipe": "fgmp-70-w4a4", "ratio": 0.5},
-    }.items():  # fmt: skip
-        fpquant.calibrate(
-            str(tiny_model), out=tmp_path / name, dataset=str(text_file), device="cpu", **SMALL, **settings
-        )
-        loss[name] = fpquant.evaluate(str(tmp_path / name), dataset=str(text_file), window=64, limit=20)[0].value
-    assert loss["fp8"] < loss["half"] < loss["nvfp4"]
+    def perplexity(recipe, **settings):
+        out = tmp_path / recipe
+        fpquant.calibrate(str(tiny_model), recipe, out=out, dataset=str(text_file), device="cpu", **SMALL, **settings)
+        return fpquant.evaluate(str(out), dataset=str(text_file), window=64, limit=20)[0].value
+
+    assert perplexity("fp8-w8a8") < perplexity("fgmp-70-w4a4", ratio=0.5) < perplexity("nvfp4-w4a4")
 
 
 def test_what_cannot_be_is_said(tiny_model, text_file, tmp_path):
@@ -170,3 +167,28 @@ def test_what_cannot_be_is_said(tiny_model, text_file, tmp_path):
 def test_a_quantizer_of_one_scheme_has_a_scale_alone():
     q = InputQuantizer(Pair(SCHEMES["fp8"]), torch.ones(1))
     assert list(q.tensors) == ["input_scale"]
+
+
+def test_siblings_share_the_work_and_nothing_else(tiny_model, text_file, tmp_path, monkeypatch):
+    made = fpquant.calibrate(
+        str(tiny_model), "fgmp-70-w4a4", out=tmp_path / "q", dataset=str(text_file), device="cpu", **SMALL
+    )
+    modules = quant_modules(made.model)
+    q, k, down = (modules[f"model.layers.0.{n}"] for n in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"))
+    calls = []
+    monkeypatch.setattr("fpquant.linear.reference.quantize_input", lambda *a: calls.append(1) or quantize_input(*a))
+    x = torch.randn(3, 64)
+    alone = [quantize_input(x, m.input_quantizer).values @ m.dense().T for m in (q, k)]
+    assert all(torch.allclose(m(x), y) for m, y in zip((q, k), alone, strict=True)) and len(calls) == 1
+    assert torch.equal(q.counts, k.counts)
+    x.mul_(2)  # no longer what it was
+    q(x)
+    assert len(calls) == 2
+    q(x.clone())
+    down(torch.randn(3, 172))
+    assert len(calls) == 4
+    with torch.no_grad():
+        k.input_threshold.fill_(float("inf"))  # no longer like its sibling
+    q(x)
+    k(x)
+    assert len(calls) == 6
