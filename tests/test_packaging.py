@@ -109,7 +109,7 @@ def wheel(dist: Path) -> Path:
 @pytest.fixture(scope="module")
 def content(tree: Path) -> dict[str, bytes]:
     """What an installed fpquant consists of, read through the symbolic links of the copy."""
-    suffixes = {".py", ".typed", ".yaml", ".cu", ".cuh"}
+    suffixes = {".py", ".typed", ".yaml", ".html", ".cu", ".cuh"}
     found: dict[str, bytes] = {}
     for folder, _, names in os.walk(tree / "fpquant", followlinks=True):
         for file in (Path(folder, name) for name in names):
