@@ -18,7 +18,7 @@ from torch import nn
 from fpquant import __version__, checkpoint, models
 from fpquant.activations import InputQuantizer
 from fpquant.cache import check_file_place
-from fpquant.calibration.activations import score_inputs
+from fpquant.calibration.activations import InputScores, score_inputs
 from fpquant.calibration.data import (
     TokenData,
     calibration_data,
@@ -56,7 +56,7 @@ from fpquant.progress import Track, no_progress
 from fpquant.recipe import Recipe, load_recipe, override
 from fpquant.report import comparison, plots
 from fpquant.report.card import model_card
-from fpquant.schemes import block_count
+from fpquant.schemes import Pair, block_count
 
 TASKS = ("perplexity", *tasks_.TASKS)
 WINDOW = 2048
@@ -495,7 +495,13 @@ def compare(
             c.recipe.clip: c.recipe for c in cells if c.recipe is not None and c.recipe.clip not in (None, "none")
         }
         clipped = {str(clip): _clipped_scales(modules, r, known, track) for clip, r in recipes.items()}
-        quantizer = InPlace(modules, known.modules, clipped)
+
+        def inputs(pair: Pair, policy: str) -> InputScores:
+            return score_inputs(
+                loaded.model, modules, pair, policy, data.ids, known.modules, seed=chosen.seed, track=track
+            )
+
+        quantizer = InPlace(modules, known.modules, clipped, inputs)
         comparer = compare_.Comparer(loaded, quantizer, corpora, questions, store, chosen.limit, batch_size, track)
         rows = comparer.rows(cells)
     compared = Compared.of(loaded.name, chosen, rows, _versions(), target)

@@ -238,6 +238,9 @@ def compare(
     clip: Annotated[
         str | None, typer.Option(help="Comma-separated: fisher, unweighted, none. [default: each policy's]")
     ] = None,
+    activations: Annotated[
+        bool, typer.Option("--activations", help="Measure each row also with the layers' inputs quantized.")
+    ] = False,
     pair: Annotated[str | None, typer.Option(help="nvfp4/fp8 or fp6/fp16. [default: nvfp4/fp8]")] = None,
     dataset: Annotated[
         list[str] | None,
@@ -299,6 +302,7 @@ def compare(
             "ratios": tuple(_number(r, "ratio") for r in _listed(ratios, "ratios")),
             "thresholds": None if threshold is None else tuple(_listed(threshold, "threshold")),
             "clips": None if clip is None else tuple(_listed(clip, "clip")),
+            "activations": activations or None,
             "pair": pair,
             "datasets": tuple(dataset) if dataset else None,
             "calibration_dataset": calibration_dataset,

@@ -26,7 +26,7 @@ from fpquant.packing import STREAMS, BlockMixedTensor, stream_sizes, unpack
 from fpquant.schemes import Pair, block_count
 
 
-class _LastInput:
+class LastInput:
     """The last tensor that was quantized on a CPU and what became of it, as long as that tensor lives: siblings that
     share an input share the work."""
 
@@ -46,7 +46,7 @@ class _LastInput:
             self._kept = None
 
 
-_shared = _LastInput()
+_shared = LastInput()
 
 
 def _version(x: Tensor) -> int:
@@ -148,11 +148,7 @@ class QuantLinear(nn.Linear):
         if found is None:
             if eager_on_cpu and not bool(torch.isfinite(x).all()):
                 raise FpquantError(f"the inputs of {self.name} are not finite; try --dtype bfloat16 or float32")
-            quantized = reference.quantize_input(x, quantizer)
-            blocks = x.numel() // x.shape[-1] * block_count(self.in_features)
-            saturated = quantized.saturated.sum()
-            high = torch.zeros_like(saturated) if quantized.high is None else quantized.high.sum()
-            found = quantized.values, torch.stack((torch.full_like(high, blocks), high, saturated))
+            found = quantized_and_counted(x, quantizer)
             if eager_on_cpu:
                 _shared.keep(x, self._input_key(), found)
         values, counts = found
@@ -161,11 +157,11 @@ class QuantLinear(nn.Linear):
 
     def _input_key(self) -> tuple[Any, ...]:
         """Equal for modules that quantize their inputs alike, as those do that share one (q, k and v)."""
-        tensors = [t for name in INPUTS if (t := getattr(self, name)) is not None]
-        state = tuple((id(t), t._version) for t in tensors)
+        quantizer = self.input_quantizer
+        assert quantizer is not None
+        state = tuple((id(t), t._version) for t in quantizer.tensors.values())
         if self._key is None or self._key[0] != state:
-            content = b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)
-            self._key = state, (self.inputs, hashlib.sha256(content).digest())
+            self._key = state, content_key(quantizer)
         return self._key[1]
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -301,6 +297,24 @@ def _is_offloaded(module: nn.Module) -> bool:
     return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
 
 
+COUNTS = ("blocks", "high_blocks", "saturated")
+
+
+def quantized_and_counted(x: Tensor, quantizer: InputQuantizer) -> tuple[Tensor, Tensor]:
+    """The quantized values of x, and int64 [3]: COUNTS."""
+    quantized = reference.quantize_input(x, quantizer)
+    blocks = x.numel() // max(1, x.shape[-1]) * block_count(x.shape[-1])
+    saturated = quantized.saturated.sum()
+    high = torch.zeros_like(saturated) if quantized.high is None else quantized.high.sum()
+    return quantized.values, torch.stack((torch.full_like(high, blocks), high, saturated))
+
+
+def content_key(quantizer: InputQuantizer) -> tuple[Any, ...]:
+    """Equal for quantizers that do the same."""
+    content = b"".join(t.detach().cpu().numpy().tobytes() for t in quantizer.tensors.values())
+    return quantizer.pair, hashlib.sha256(content).digest()
+
+
 def activation_counts(model: nn.Module, *, reset: bool = False) -> dict[str, int] | None:
     """{"blocks", "high_blocks", "saturated"} of all inputs that a model's QuantLinears have quantized since the last
     reset: blocks of 16 (and those that took the high scheme), and elements beyond the calibrated range. None where none
@@ -308,8 +322,8 @@ def activation_counts(model: nn.Module, *, reset: bool = False) -> dict[str, int
     modules = [m for m in model.modules() if isinstance(m, QuantLinear) and m.inputs is not None]
     if not modules:
         return None
-    blocks, high, saturated = (sum(n) for n in zip(*(_counted(m) for m in modules), strict=True))
+    totals = [sum(n) for n in zip(*(_counted(m) for m in modules), strict=True)]
     if reset:
         for module in modules:
             module.counts = None
-    return {"blocks": blocks, "high_blocks": high, "saturated": saturated}
+    return dict(zip(COUNTS, totals, strict=True))

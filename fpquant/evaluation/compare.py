@@ -63,6 +63,10 @@ class Row:
         return self.settings is not None and "policy" in self.settings
 
     @property
+    def with_activations(self) -> bool:
+        return self.settings is not None and "activations" in self.settings
+
+    @property
     def is_uniform(self) -> bool:
         return not (self.is_original or self.is_mixed)
 
@@ -200,7 +204,8 @@ class Comparer:
             losses = self._original(corpus, range(len(corpus.data.ids)), label)
             return [perplexity_result(losses, corpus.protocol)]
         losses, distances = self._quantized(corpus, label)
-        return [perplexity_result(losses, corpus.protocol), *_distance_results(distances, corpus)]
+        found = replace(perplexity_result(losses, corpus.protocol), activations=self.quantizer.take_counts())
+        return [found, *_distance_results(distances, corpus)]
 
     @torch.inference_mode()
     def _original(self, corpus: Corpus, windows: Sequence[int], label: str) -> np.ndarray:

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fpquant.activations import InputQuantizer
+from fpquant.calibration.activations import InputScores
 from fpquant.calibration.clipping import each_in_a_thread
 from fpquant.calibration.pipeline import Assignment, BlockScales, Statistics, assign_precision, score_blocks
 from fpquant.checkpoint import ModuleSpec
+from fpquant.linear import COUNTS, LastInput, content_key, quantized_and_counted
 from fpquant.models import weight_of
 from fpquant.packing import stream_sizes
 from fpquant.recipe import Recipe
@@ -38,35 +41,87 @@ class InPlace:
     """The linear modules of a model, to be quantized in place by one recipe after another.
 
     statistics: what the calibration pass found. clipped: block scales by kind of clipping, for recipes that clip.
+    inputs: scores of the original model's inputs of layers by pair and policy, for recipes that quantize those.
     Used as a context, it leaves the original weights behind.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], statistics: Statistics, clipped: Mapping[str, BlockScales]
+        self,
+        modules: Mapping[str, nn.Module],
+        statistics: Statistics,
+        clipped: Mapping[str, BlockScales],
+        inputs: Callable[[Pair, str], InputScores] | None = None,
     ) -> None:
-        self._modules, self._statistics, self._clipped = modules, statistics, clipped
+        self._modules, self._statistics, self._clipped, self._inputs = modules, statistics, clipped, inputs
+        self._input_scores: dict[tuple[str, str], InputScores] = {}
+        self._hooks: list[Any] = []
+        self._counts: Tensor | None = None
         self._originals = {name: weight_of(m).detach().to("cpu", copy=True) for name, m in modules.items()}
         self._scored: tuple[Any, dict[str, Tensor]] = (None, {})
         self._original = True
 
     def apply(self, recipe: Recipe) -> Applied:
-        """Put the quantized values of a recipe in the place of the weights."""
+        """Put the quantized values of a recipe in the place of the weights, and quantize inputs if it says so."""
+        quantizers = self._quantizers(recipe)
         scales = {} if recipe.clip == "none" else self._clipped[str(recipe.clip)]
         assignment = None
         if not recipe.weights.is_uniform:
             assignment = assign_precision(self._scores(recipe, scales), recipe)
         self._original = False
         self._each(lambda name: self._round(name, recipe.weights, assignment, scales))
+        self._quantize_inputs(quantizers)
         shapes = {name: (w.shape[0], w.shape[1]) for name, w in self._originals.items()}
         return applied(shapes, recipe.weights, assignment)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the original weights back, bit for bit."""
+        """Put the original weights back, bit for bit, and leave inputs as they are."""
+        self._quantize_inputs({})
         if not self._original:
             for name, weight in self._originals.items():
                 weight_of(self._modules[name]).copy_(weight)
             self._original = True
+
+    def _quantizers(self, recipe: Recipe) -> dict[str, InputQuantizer]:
+        if recipe.inputs is None:
+            return {}
+        assert self._inputs is not None and recipe.threshold is not None
+        key = (recipe.pair, recipe.policy)
+        if key not in self._input_scores:
+            self.restore()
+            self._input_scores[key] = self._inputs(recipe.inputs, recipe.policy)
+        ratio = recipe.ratio if recipe.activation_ratio is None else recipe.activation_ratio
+        return self._input_scores[key].quantizers(ratio, recipe.threshold)[0]
+
+    def _quantize_inputs(self, quantizers: Mapping[str, InputQuantizer]) -> None:
+        """Quantize the inputs of these modules from now on, and of no others."""
+        for hook in self._hooks:
+            hook.remove()
+        self._counts, last = None, LastInput()
+
+        def enter(quantizer: InputQuantizer, key: tuple[Any, ...]) -> Callable[..., Any]:
+            def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+                x = args[0] if args else next(iter(kwargs.values()))
+                if (found := last.find(x, key)) is None:
+                    found = quantized_and_counted(x, quantizer)
+                    last.keep(x, key, found)
+                counts = found[1].cpu()
+                self._counts = counts if self._counts is None else self._counts + counts
+                if args:
+                    return (found[0], *args[1:]), kwargs
+                return args, {**kwargs, next(iter(kwargs)): found[0]}
+
+            return hook
+
+        self._hooks = [
+            self._modules[name].register_forward_pre_hook(enter(q, content_key(q)), with_kwargs=True)
+            for name, q in quantizers.items()
+        ]
+
+    def take_counts(self) -> dict[str, int] | None:
+        """What became of inputs since the last call; see linear.activation_counts."""
+        counts, self._counts = self._counts, None
+        return None if counts is None else dict(zip(COUNTS, counts.tolist(), strict=True))
 
     def __enter__(self) -> InPlace:
         return self

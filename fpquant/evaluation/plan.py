@@ -16,10 +16,12 @@ from fpquant.schemes import SCHEMES, get_pair
 
 BASELINES = ("nvfp4", "fp5", "fp6_e2m3", "fp8")
 """Uniform schemes that a mixed row must beat at its own size, fewest bits first."""
+ACTIVATIONS = "with activations"
+"""How rows are called whose layers' inputs are quantized too."""
 REFERENCE = "fisher"
 """The policy that the others are compared with."""
 
-_KEY = ("pair", "policy", "ratio", "threshold", "clip", "seed")
+_KEY = ("pair", "policy", "ratio", "threshold", "clip", "seed", "activations")
 _LISTS = ("policies", "ratios", "thresholds", "clips", "datasets", "tasks", "include", "exclude")
 
 
@@ -43,7 +45,8 @@ class Cell:
         if r is None:
             return None
         mixed = {"ratio": r.ratio, "policy": r.policy, "threshold": r.threshold} if self.is_mixed else {}
-        return {"pair": r.pair, "clip": r.clip, "seed": r.seed, **mixed}
+        inputs = {"activations": "activations"} if r.activations else {}
+        return {"pair": r.pair, "clip": r.clip, "seed": r.seed, **mixed, **inputs}
 
     @property
     def key(self) -> str:
@@ -62,7 +65,8 @@ def slug(name: str) -> str:
 class Plan:
     """Settings of a comparison; the rows are policies x ratios x thresholds x clips, and uniform ones to judge them by.
 
-    thresholds, clips: empty for what goes with each policy. datasets: what perplexity is measured on. limit: only the
+    thresholds, clips: empty for what goes with each policy. activations: each mixed row, and the two uniform ends, also
+    with the layers' inputs quantized. datasets: what perplexity is measured on. limit: only the
     first windows of each, and the first questions of each task. kl_windows: of each data set, 0 for no distances.
     Raises FpquantError for a setting that makes no sense.
     """
@@ -71,6 +75,7 @@ class Plan:
     ratios: tuple[float, ...] = (0.5, 0.7, 0.9)
     thresholds: tuple[str, ...] = ()
     clips: tuple[str, ...] = ()
+    activations: bool = False
     pair: str = "nvfp4/fp8"
     datasets: tuple[str, ...] = ("wikitext",)
     calibration_dataset: str = "wikitext"
@@ -127,14 +132,20 @@ class Plan:
         return [
             self._mixed(*settings)
             for settings in itertools.product(
-                self.policies, self.clips or (None,), self.thresholds or (None,), self.ratios
+                self.policies, self.clips or (None,), self.thresholds or (None,), self._inputs, self.ratios
             )
         ]
 
-    def _mixed(self, policy: str, clip: str | None, threshold: str | None, ratio: float) -> Cell:
-        recipe = self.recipe(pair=self.pair, policy=policy, clip=clip, threshold=threshold, ratio=ratio)
-        parts = [f"{policy} {100 * ratio:g}%", threshold, clip and f"clip {clip}"]
-        return Cell(", ".join(p for p in parts if p), recipe, (ratio, threshold, clip))
+    @property
+    def _inputs(self) -> tuple[bool, ...]:
+        return (False, True) if self.activations else (False,)
+
+    def _mixed(self, policy: str, clip: str | None, threshold: str | None, inputs: bool, ratio: float) -> Cell:
+        recipe = self.recipe(
+            pair=self.pair, policy=policy, clip=clip, threshold=threshold, ratio=ratio, activations=inputs
+        )
+        parts = [f"{policy} {100 * ratio:g}%", threshold, clip and f"clip {clip}", inputs and ACTIVATIONS]
+        return Cell(", ".join(p for p in parts if p), recipe, (ratio, threshold, clip, inputs))
 
     def uniform(self, bits: float, stored: Mapping[str, float]) -> list[Cell]:
         """The low and the high scheme of the pair alone, and the baselines that need no more than `bits` a weight.
@@ -147,10 +158,12 @@ class Plan:
         wanted += [
             (s, "fisher" if SCHEMES[s].has_block_scale else "none") for s in BASELINES if stored[s] <= bits + 1e-9
         ]
-        return [
+        found = [
             Cell(s if clip == "none" else f"{s}, clip {clip}", self.recipe(pair=s, clip=clip))
             for s, clip in sorted(dict.fromkeys(wanted), key=lambda each: stored[each[0]])
         ]
+        ends = (pair.low.name, pair.high.name) if self.activations else ()
+        return found + [Cell(f"{s}, {ACTIVATIONS}", self.recipe(pair=s, clip="none", activations=True)) for s in ends]
 
 
 PLAN_SETTINGS = tuple(f.name for f in fields(Plan))

@@ -84,7 +84,8 @@ def baseline_of(row: Row, rows: Sequence[Row], dataset: str | None = None) -> Ro
     scored = []
     for r in rows:
         perplexity = r.result("perplexity", dataset) or r.result("perplexity")
-        if r.is_uniform and perplexity is not None and r.bits_per_weight <= row.bits_per_weight + 1e-9:
+        alike = r.is_uniform and r.with_activations == row.with_activations
+        if alike and perplexity is not None and r.bits_per_weight <= row.bits_per_weight + 1e-9:
             scored.append((perplexity.value, r))
     return min(scored, key=lambda each: each[0])[1] if scored else None
 

@@ -49,7 +49,8 @@ def csv_rows(compared: Compared) -> Iterator[list[Any]]:
 
 def tables(compared: Compared) -> list[Any]:
     """The table of rows, the verdict, and what to keep in mind with it."""
-    title = f"{compared.model}: {compared.plan.pair}, weights only"
+    scope = "weights, and weights with activations" if compared.plan.activations else "weights only"
+    title = f"{compared.model}: {compared.plan.pair}, {scope}"
     shown: list[Any] = [comparison_table(compared, title), Text(compared.headline)]
     for sentence in compared.verdict:
         mark, colour = ("≈", "dim") if not sentence.real else ("+", "green") if sentence.better else ("-", "red")

@@ -11,6 +11,7 @@ from typing import Any
 
 from fpquant.evaluation.compare import Row
 from fpquant.evaluation.compared import Compared
+from fpquant.evaluation.plan import ACTIVATIONS
 from fpquant.evaluation.sources import short_name
 from fpquant.evaluation.verdict import Sentence, baseline_of
 from fpquant.report.columns import Column, columns
@@ -161,7 +162,8 @@ def _protocol(compared: Compared) -> str:
     plan = compared.plan
     rows = [
         ("Calibration", f"{plan.samples} sequences of {plan.seq_len} tokens of {short_name(plan.calibration_dataset)}"),
-        ("Weights", "quantized in place to the values that the packed weights decode to; activations as they are"),
+        ("Weights", "quantized in place to the values that the packed weights decode to"),
+        ("Activations", f"quantized in rows {ACTIVATIONS}" if compared.plan.activations else "as they are"),
         ("Stored bits", "what a file holds of the quantized modules: codes, scales, block map and padding"),
     ]
     for r in compared.rows[-1].results:

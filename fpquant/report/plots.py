@@ -10,7 +10,7 @@ from typing import Any
 from fpquant.errors import FpquantError
 from fpquant.evaluation.compare import Row
 from fpquant.evaluation.compared import Compared
-from fpquant.evaluation.plan import slug
+from fpquant.evaluation.plan import ACTIVATIONS, slug
 from fpquant.evaluation.sources import short_name
 from fpquant.report.shares import heat_figure, shares
 
@@ -84,7 +84,8 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row.is_mixed and row.settings is not None:
-            parts = [row.settings["policy"], row.axes[1], row.axes[2] and f"clip {row.axes[2]}"]
+            inputs = ACTIVATIONS if row.with_activations else None
+            parts = [row.settings["policy"], row.axes[1], row.axes[2] and f"clip {row.axes[2]}", inputs]
             found.setdefault(", ".join(p for p in parts if p), []).append(row)
     return {label: sorted(rs, key=lambda r: r.axes[0]) for label, rs in found.items()}
 

@@ -258,3 +258,32 @@ def test_two_corpora(tiny_model, settings, text_file, tmp_path):
     assert {c.dataset for c in found.comparisons} == {str(text_file), str(other)}
     assert sum("come from one source" in w for w in found.warnings) == 1
     assert (tmp_path / "C" / "plots" / "perplexity-bits-2.svg").is_file()
+
+
+def test_rows_with_activations_are_what_calibrate_and_eval_give(tiny_model, settings, tmp_path):
+    chosen = settings | {"policies": ("fisher", "output-error"), "ratios": (0.7,), "activations": True, "kl_windows": 0}
+    compared = fpquant.compare(str(tiny_model), out=tmp_path / "C", **chosen)
+    rows = {r.name: r for r in compared.rows}
+    ends = ["nvfp4, with activations", "fp8, with activations"]
+    mixed = [f"{p} 70%{w}" for p in ("fisher", "output-error") for w in ("", ", with activations")]
+    assert set(ends + mixed) <= set(rows)
+    text = settings["datasets"][0]
+    for name, recipe in {
+        "fisher 70%, with activations": {"policy": "fisher", "ratio": 0.7},
+        "output-error 70%, with activations": {"policy": "output-error", "ratio": 0.7},
+        "fp8, with activations": {"pair": "fp8"},
+        "fisher 70%": {"policy": "fisher", "ratio": 0.7, "activations": False},
+    }.items():
+        out = tmp_path / name
+        data = {"dataset": text, "samples": 4, "seq_len": 64, "device": "cpu"}
+        fpquant.calibrate(str(tiny_model), out=out, **data, **{"activations": True} | recipe)
+        result = fpquant.evaluate(str(out), dataset=text, window=64, limit=6, device="cpu")[0]
+        measured = rows[name].result("perplexity")
+        assert measured.value == pytest.approx(result.value, rel=1e-5), name
+        assert measured.activations == result.activations
+    assert rows["fp8, with activations"].result("perplexity").value < rows[ends[0]].result("perplexity").value
+    against = {c.row: c.against for c in compared.comparisons if c.why == "uniform"}
+    assert against["fisher 70%, with activations"] == ends[0]
+    assert "with activations" not in against["fisher 70%"]
+    again = fpquant.compare(str(tiny_model), out=tmp_path / "C", **chosen)
+    assert figures(again) == figures(compared)
