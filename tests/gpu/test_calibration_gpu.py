@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import fpquant
+from fpquant.activations import InputQuantizer, scale_for
 from fpquant.calibration.clipping import clip_scales
 from fpquant.calibration.data import calibration_data
 from fpquant.calibration.fisher import fisher_pass
+from fpquant.kernels.reference import quantize_input
 from fpquant.models import find_modules, load_model
 from fpquant.packing import pack, unpack
 from fpquant.schemes import NVFP4, PAIRS, SCHEMES, get_pair, matrix_scale, round_blocks, to_blocks
@@ -74,3 +76,17 @@ def test_a_calibrated_directory_runs_on_the_gpu_as_on_the_cpu(pair, tiny_model, 
         cpu = fpquant.load(tmp_path / "q", device="cpu")(input_ids=ids).logits
         gpu = fpquant.load(tmp_path / "q", device="cuda")(input_ids=ids.cuda()).logits
     torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("pair", ["nvfp4/fp8", "nvfp4", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_inputs_are_quantized_as_on_the_cpu_bit_for_bit(pair, dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(3, 70, 200) * torch.logspace(-3, 2, 200)).to(dtype)
+    scale = scale_for(x.abs().amax())
+    more = (torch.rand(200), torch.tensor([0.5])) if pair == "nvfp4/fp8" else ()
+    cpu = quantize_input(x, InputQuantizer(get_pair(pair), scale, *more))
+    gpu = quantize_input(x.cuda(), InputQuantizer(get_pair(pair), scale.cuda(), *(t.cuda() for t in more)))
+    assert torch.equal(gpu.values.cpu(), cpu.values) and torch.equal(gpu.saturated.cpu(), cpu.saturated)
+    assert (gpu.high is None) == (cpu.high is None) == (pair != "nvfp4/fp8")
+    assert cpu.high is None or (torch.equal(gpu.high.cpu(), cpu.high) and 0 < cpu.high.float().mean() < 1)
