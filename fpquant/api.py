@@ -121,7 +121,7 @@ def calibrate(
     checkpoint.prepare_out(target, overwrite, Path(model).expanduser())
     if sensitivity is not None:
         check_file_place(Path(sensitivity).expanduser(), "--sensitivity")
-    models.check_model(model)
+    check_original(model)
     if chosen.needs_data:
         check_calibration(chosen.dataset, chosen.samples, chosen.seq_len)
     if evaluate_on is not None:
@@ -140,6 +140,13 @@ def calibrate(
             measured["quantized"] = evaluate(loaded, dataset=evaluate_on, window=window, track=track)
     record = result.record | {"evaluation": {k: [r.to_dict() for r in rs] for k, rs in measured.items()}}
     return save(replace(result, record=record, measured=measured), target, overwrite=overwrite, stages=stages)
+
+
+def check_original(model: str) -> None:
+    """Raise FpquantError, in seconds, for a model that is not to be had, or that was quantized by fpquant."""
+    models.check_model(model)
+    if checkpoint.is_quantized(Path(model).expanduser()):
+        raise FpquantError(f"{model} is quantized already; give the model that it was made from")
 
 
 def evaluation_of(recipe: Recipe, dataset: str | None) -> str:
@@ -456,7 +463,7 @@ def compare(
     target = Path(out).expanduser() if out is not None else Path(f"{default_name(model)}-compare")
     plots.check()
     check_directory(target)
-    models.check_model(model)
+    check_original(model)
     chosen.check_data()
     questions = [tasks_.load_task(t, data_dir, shots=chosen.shots) for t in chosen.tasks]
     loaded = load_model(model, device=pick_device(device), dtype=dtype, trust_remote_code=trust_remote_code)

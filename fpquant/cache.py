@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,8 +29,12 @@ def check_place(target: Path, option: str) -> None:
     parent = next(p for p in target.absolute().parents if p.exists())
     if not parent.is_dir():
         raise FpquantError(f"cannot write {target}: {parent} is a file; choose another {option}")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise FpquantError(f"cannot write {target}: {parent} is read-only to you; choose another {option}")
+    try:  # permissions do not tell of read-only file systems and of quotas
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        why = "is read-only to you" if denied else f"takes no file ({error.strerror})"
+        raise FpquantError(f"cannot write {target}: {parent} {why}; choose another {option}") from error
 
 
 def check_file_place(target: Path, option: str) -> None:

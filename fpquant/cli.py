@@ -337,7 +337,7 @@ def inspect(
     directory: Directory,
     png: Annotated[
         Path | None,
-        typer.Option(callback=_file_place, help="Heat map file. [default: DIRECTORY's name + -high-share.png]"),
+        typer.Option(callback=_file_place, help="Also draw the shares as a heat map in this file."),
     ] = None,
     json_to: Json = None,
 ) -> None:
@@ -347,10 +347,11 @@ def inspect(
 
         report = look(directory)
         _show(report.tables(), report.to_dict(), json_to)
-        if report.is_mixed:
-            target = png or Path(f"{directory.resolve().name}-high-share.png")
-            report.heat_map(target)
-            stderr.print(f"heat map written to {target}")
+        if png is not None:
+            if not report.is_mixed:
+                raise FpquantError(f"{directory} holds one scheme, {report.pair.name}: there is nothing to draw")
+            report.heat_map(png)
+            stderr.print(f"heat map written to {png}")
 
 
 @app.command()

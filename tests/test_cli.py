@@ -535,7 +535,7 @@ def set_config(**values):
         (set_config(hidden_size="wide"), "cannot load"),
         (set_config(hidden_size=96), "cannot load"),
         (set_config(model_type="llamma"), "llamma"),
-        (set_config(quantization_config={"quant_method": "fpquant"}), "format version"),
+        (set_config(quantization_config={"quant_method": "fpquant"}), "is quantized already"),
         (lambda model: (model / "config.json").unlink(), "holds no config.json"),
         (lambda model: (model / "model.safetensors").unlink(), "model.safetensors"),
         (lambda model: [f.unlink() for f in model.glob("tokenizer*")], "cannot load"),
@@ -1055,3 +1055,16 @@ def test_ctrl_c_in_a_terminal(times, calibrating, here):
     assert text.rstrip().endswith("error: interrupted")
     assert "Traceback" not in text and "Exception ignored" not in text
     assert list(here.iterdir()) == []
+
+
+def test_a_model_that_is_quantized_already_is_refused(command, quantized, tmp_path):
+    for name in ("calibrate", "compare"):
+        done = command(name, "--model", quantized, "--out", tmp_path / "again")
+        assert done.code == 2 and "is quantized already; give the model that it was made from" in done.err
+    assert not (tmp_path / "again").exists()
+
+
+def test_inspect_draws_only_where_it_is_asked_to(command, quantized, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command("inspect", quantized).code == 0
+    assert not list(tmp_path.glob("*.png"))
