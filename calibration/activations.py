@@ -1,5 +1,5 @@
 """How the inputs of each layer are to be quantized: scales from the largest inputs, and one threshold from the scores
-of all blocks of the calibration data (FGMP, section 3.4).
+of all blocks of the calibration data (FGMP, arXiv:2504.14152).
 
 A block's score is as for weights, with the expected cost of a channel in the place of each element's:
 

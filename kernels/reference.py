@@ -36,7 +36,7 @@ class QuantizedInput:
 
 
 def quantize_input(x: Tensor, q: InputQuantizer) -> QuantizedInput:
-    """What the post-processing unit of the FGMP paper (section 4) does with a layer's inputs, x: [..., in], finite.
+    """What the post-processing unit of the FGMP paper does with a layer's inputs, x: [..., in], finite.
 
     In fp32 and in this order, with u = x / (s/4) in blocks of 16 channels, the last padded with zeros:
 
@@ -99,3 +99,46 @@ def input_scores(low: Tensor, high: Tensor, weight: Tensor) -> Tensor:
 
 def _number(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+@dataclass(frozen=True)
+class BlockOperand:
+    """One side of a product as the dot-product units of the FGMP paper take it, [rows, blocks of 16].
+
+    numbers: fp32 [rows, blocks, 16], the decoded codes: E2M1 numbers of low blocks, E4M3 numbers of high ones. scale:
+    fp32 [rows, blocks], the block scale of low blocks (unused of high ones). high: bool [rows, blocks], the metadata
+    bit. Values are numbers * scale of low blocks and numbers * 4 of high ones, in units of a quarter of the tensor
+    scale.
+    """
+
+    numbers: Tensor
+    scale: Tensor
+    high: Tensor
+
+
+UNITS = ("fp4 x fp4", "fp4 x fp8", "fp8 x fp4", "fp8 x fp8")
+"""The four dot-product units: activation block x weight block."""
+
+
+def datapath_linear(x: BlockOperand, w: BlockOperand) -> tuple[Tensor, dict[str, int]]:
+    """x W^T the way the FGMP paper's hardware does it, fp32 [tokens, out], and how often each unit ran.
+
+    A unit, chosen by the two metadata bits, adds the 16 products of a pair of blocks in fp32, neighbours first, then
+    neighbours of the sums. Products of two E4M3 numbers have 8 bits and are exact. Where at least one side is FP4 the
+    result is multiplied by the product of the block scales, which is exact too; an FP8 side counts 4. Blocks are added
+    in their order, in fp32. The result is in units of a quarter of the one tensor scale times a quarter of the other.
+    """
+    tokens, blocks, _ = x.numbers.shape
+    out = w.numbers.shape[0]
+    total = torch.zeros(tokens, out, dtype=torch.float32, device=x.numbers.device)
+    ran = dict.fromkeys(UNITS, 0)
+    for b in range(blocks):
+        sums = x.numbers[:, None, b, :] * w.numbers[None, :, b, :]
+        while sums.shape[-1] > 1:
+            sums = sums[..., 0::2] + sums[..., 1::2]
+        sides = [torch.where(o.high[:, b], torch.full_like(o.scale[:, b], 4.0), o.scale[:, b]) for o in (x, w)]
+        total = total + sums.squeeze(-1) * (sides[0][:, None] * sides[1][None, :])
+        unit = 2 * x.high[:, None, b].int() + w.high[None, :, b].int()
+        for i, count in enumerate(torch.bincount(unit.flatten(), minlength=4).tolist()):
+            ran[UNITS[i]] += count
+    return total, ran

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from fpquant import checkpoint
 from fpquant.packing import stream_sizes
+from fpquant.report.energy import Estimate, estimate
 from fpquant.report.shares import Shares, heat_map, shares
 from fpquant.report.tables import activations_line, facts, shares_table, size
 from fpquant.schemes import Pair
@@ -35,6 +36,15 @@ class Inspection:
     def bits_per_weight(self) -> float:
         return 8 * self.quantized_bytes / self.weights
 
+    @property
+    def estimate(self) -> Estimate | None:
+        """Energy and weight memory relative to FP8, of nvfp4/fp8."""
+        if self.pair.name != "nvfp4/fp8":
+            return None
+        inputs = self.config.get("activations")
+        high = 1 - inputs["ratio_achieved"] if inputs is not None and "ratio_achieved" in inputs else None
+        return estimate(self.found.share() or 0.0, self.bits_per_weight, high)
+
     def to_dict(self) -> dict[str, Any]:
         by_module = {f"{layer}.{kind}": self.found.share(layer, kind) for layer, kind in self.found.blocks}
         settings = {k: v for k, v in self.config.items() if k != "modules"}
@@ -47,6 +57,7 @@ class Inspection:
             "tensor_bytes": self.tensor_bytes,
             "high_share": self.found.share(),
             "high_share_by_module": by_module,
+            "estimate": None if self.estimate is None else self.estimate.to_dict(),
         }
 
     def tables(self) -> list[Table]:
@@ -68,6 +79,15 @@ class Inspection:
                 ("policy", str(self.config.get("policy"))),
                 ("ratio", f"{1 - (self.found.share() or 0):.4%} of blocks in low precision"),
                 ("threshold", "one a tensor" if isinstance(threshold, dict) else str(threshold)),
+            ]
+        if (found := self.estimate) is not None:
+            inputs = "activations as calibrated" if self.config.get("activations") else "FP8 activations"
+            rows += [
+                ("weight memory", f"{found.weight_memory:.1%} of FP8's"),
+                (
+                    "energy",
+                    f"{found.energy:.0%} of FP8's in a datapath of the FGMP paper's kind, {inputs}: an estimate",
+                ),
             ]
         tables = [facts(rows, title=str(self.directory))]
         return [*tables, shares_table(self.found)] if self.is_mixed else tables
