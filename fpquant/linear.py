@@ -26,6 +26,18 @@ from fpquant.packing import STREAMS, BlockMixedTensor, stream_sizes, unpack
 from fpquant.schemes import Pair, block_count
 
 
+class StraightThrough(torch.autograd.Function):
+    """Quantized values whose gradient is passed on to what they were made from: adapters train through them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 class LastInput:
     """The last tensor that was quantized on a CPU and what became of it, as long as that tensor lives: siblings that
     share an input share the work."""
@@ -153,7 +165,7 @@ class QuantLinear(nn.Linear):
                 _shared.keep(x, self._input_key(), found)
         values, counts = found
         self.counts = counts if self.counts is None or self.counts.device != x.device else self.counts + counts
-        return values
+        return StraightThrough.apply(x, values) if x.requires_grad and torch.is_grad_enabled() else values
 
     def _input_key(self) -> tuple[Any, ...]:
         """Equal for modules that quantize their inputs alike, as those do that share one (q, k and v)."""

@@ -12,6 +12,7 @@ from torch import nn
 
 import fpquant
 from fpquant import checkpoint
+from fpquant.activations import InputQuantizer
 from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS, packed_bytes
 from fpquant.linear import QuantLinear, prepack_on_gpu
 from fpquant.packing import check, pack
@@ -199,3 +200,37 @@ def test_a_prepacked_model_is_saved_byte_for_byte(pair, tiny_model, text_file, t
         half = model.to(torch.float16)(input_ids=ids).logits
         plain = fpquant.load(tmp_path / "q", device="cpu", dtype="float16")(input_ids=ids).logits
     torch.testing.assert_close(half, plain, rtol=1e-2, atol=1e-2)
+
+
+def with_inputs(pair="nvfp4/fp8", in_features=100, out_features=40):
+    module = QuantLinear.from_packed(pack(torch.randn(out_features, in_features), get_pair(pair)))
+    more = (torch.rand(in_features), torch.tensor([0.3])) if pair == "nvfp4/fp8" else ()
+    module.quantize_inputs(InputQuantizer(get_pair(pair), torch.tensor([2.0**-6]), *more))
+    return module
+
+
+@pytest.mark.parametrize("pair", ["nvfp4/fp8", "nvfp4", "fp8"])
+def test_a_module_that_quantizes_its_inputs_is_a_module_like_any(pair):
+    module = with_inputs(pair)
+    x = torch.randn(2, 3, 100)
+    expected = module(x)
+    assert expected.shape == (2, 3, 40) and module(x[:0]).shape == (0, 3, 40) and module(x[0, 0]).shape == (40,)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x), expected)
+    empty = QuantLinear(100, 40, get_pair(pair), inputs=get_pair(pair))
+    empty.load_state_dict(module.state_dict())
+    assert torch.equal(empty(x), expected)
+    half = copy.deepcopy(module).to(torch.bfloat16)
+    assert half.input_scale.dtype == torch.float32 and half(x.bfloat16()).dtype == torch.bfloat16
+    module.cache_dense(torch.float32)
+    compiled = torch.compile(module, fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+
+
+def test_gradients_pass_straight_through_quantized_inputs():
+    module = with_inputs()
+    x = torch.randn(4, 100, requires_grad=True)
+    y = module(x)
+    y.backward(grad := torch.randn(4, 40))
+    torch.testing.assert_close(x.grad, grad @ module.dense())
+    assert torch.equal(y.detach(), module(x.detach()))
