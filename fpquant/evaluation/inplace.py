@@ -105,8 +105,8 @@ class InPlace:
                 if (found := last.find(x, key)) is None:
                     found = quantized_and_counted(x, quantizer)
                     last.keep(x, key, found)
-                counts = found[1].cpu()
-                self._counts = counts if self._counts is None else self._counts + counts
+                counts = found[1]  # stays on its device: nobody waits for it here
+                self._counts = counts if self._counts is None else self._counts + counts.to(self._counts.device)
                 if args:
                     return (found[0], *args[1:]), kwargs
                 return args, {**kwargs, next(iter(kwargs)): found[0]}

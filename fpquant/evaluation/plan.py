@@ -159,11 +159,20 @@ class Plan:
             (s, "fisher" if SCHEMES[s].has_block_scale else "none") for s in BASELINES if stored[s] <= bits + 1e-9
         ]
         found = [
-            Cell(s if clip == "none" else f"{s}, clip {clip}", self.recipe(pair=s, clip=clip))
+            Cell(_uniform_name(s, clip), self.recipe(pair=s, clip=clip))
             for s, clip in sorted(dict.fromkeys(wanted), key=lambda each: stored[each[0]])
         ]
-        ends = (pair.low.name, pair.high.name) if self.activations else ()
-        return found + [Cell(f"{s}, {ACTIVATIONS}", self.recipe(pair=s, clip="none", activations=True)) for s in ends]
+        if self.activations:
+            ends = [(s, clip) for s, clip in dict.fromkeys(wanted) if s in (pair.low.name, pair.high.name)]
+            found += [
+                Cell(f"{_uniform_name(s, clip)}, {ACTIVATIONS}", self.recipe(pair=s, clip=clip, activations=True))
+                for s, clip in ends
+            ]
+        return found
+
+
+def _uniform_name(scheme: str, clip: str) -> str:
+    return scheme if clip == "none" else f"{scheme}, clip {clip}"
 
 
 PLAN_SETTINGS = tuple(f.name for f in fields(Plan))
