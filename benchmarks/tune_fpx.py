@@ -28,7 +28,7 @@ from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS, packed_bytes
 DEVICE = torch.device("cuda", 0)
 
 
-TUNED = ("smollm2.q", "smollm2.gateup", "7b.qkv", *FACTS)
+TUNED = ("smollm2.kv", "smollm2.q", "smollm2.down", "smollm2.gateup", "7b.qkv", *FACTS)
 """Shapes that stand for sizes."""
 
 CLEARLY = 1.03

@@ -7,47 +7,56 @@ namespace fpx {
 
 FPX_DEVICE float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// The threads that finish rows together: all that multiply, or a warpgroup.
+// The threads that finish rows together: all that multiply, or a warpgroup. And the number of their rows.
 template <class Tile>
 constexpr int kGroupThreads = Tile::kThreads / Tile::kGroups;
 template <class Tile>
+constexpr int kGroupRows = Tile::kRows / (Tile::kGroups / Tile::kSplit);
+template <class Tile>
 FPX_DEVICE int this_group() { return Tile::kGroups == 1 ? 0 : threadIdx.x / kGroupThreads<Tile>; }
+template <class Tile>
+FPX_DEVICE int thread_of_group() { return threadIdx.x % kGroupThreads<Tile>; }
+template <class Tile>
+FPX_DEVICE int first_row_of_group() { return this_group<Tile>() / Tile::kSplit * kGroupRows<Tile>; }
 template <class Tile>
 FPX_DEVICE void sync_group() { sync_group(this_group<Tile>(), kGroupThreads<Tile>); }
 
-// Factors and biases of a row tile's outputs, in shared memory while it is finished. A thread sees to one output's, before
+// Factors and biases of a group's outputs, in shared memory while they are finished. A thread sees to one output's, before
 // it multiplies, so that nobody waits long for them afterwards: in a register, or as near as the L2 cache where registers
 // are short.
 template <class F, class T, class Tile>
 struct Epilogue {
-  static constexpr int kGroupRows = Tile::kRows / Tile::kGroups;
-  static_assert(kGroupThreads<Tile> >= kGroupRows, "a thread an output");
+  static_assert(kGroupThreads<Tile> >= kGroupRows<Tile>, "a thread an output");
   float factor = 0, bias = 0;
-  int row, output;  // in the tile, of all
+  int output;
 
   FPX_DEVICE Epilogue(const Problem& p, int row_tile)
-      : row(this_group<Tile>() * kGroupRows + threadIdx.x % kGroupThreads<Tile>), output(row_tile * Tile::kRows + row) {
+      : output(row_tile * Tile::kRows + first_row_of_group<Tile>() + thread_of_group<Tile>()) {
     if (!has_output(p)) return;
     if constexpr (!Tile::kWgmma) load(p);
     else if (prefetch(p.scale + output), p.bias) prefetch(p.bias + output);
   }
 
-  // Before a barrier.
+  // Before a barrier of the group. `shared`: all groups'.
   FPX_DEVICE void share(const Problem& p, float* shared) {
     if (!has_output(p)) return;
     if constexpr (Tile::kWgmma) load(p);
-    shared[row] = factor * float(1 << Decoder<F, T, kConvert>::kExponent);
-    shared[Tile::kRows + row] = bias;
+    float* mine = of_group(shared) + thread_of_group<Tile>();
+    mine[0] = factor * float(1 << Lane<F, T, Tile>::kExponent);
+    mine[kGroupRows<Tile>] = bias;
   }
 
-  // y of an output of the row tile.
+  // y of an output, counted from the group's first.
   FPX_DEVICE static float apply(const float* shared, int output, float sum) {
-    return sum * shared[output] + shared[Tile::kRows + output];
+    const float* mine = of_group(shared);
+    return sum * mine[output] + mine[kGroupRows<Tile> + output];
   }
 
  private:
+  template <class Float>
+  FPX_DEVICE static Float* of_group(Float* shared) { return shared + this_group<Tile>() * 2 * kGroupRows<Tile>; }
   FPX_DEVICE bool has_output(const Problem& p) const {
-    return threadIdx.x % kGroupThreads<Tile> < kGroupRows && output < p.out_features;
+    return thread_of_group<Tile>() < kGroupRows<Tile> && output < p.out_features;
   }
   FPX_DEVICE void load(const Problem& p) {
     factor = load_early(p.scale + output);
@@ -94,7 +103,7 @@ FPX_DEVICE int last_sharer(const Problem& p, int row_tile) { return p.split.owne
 template <class Tile>
 FPX_DEVICE void give_partial(const Problem& p, int row_tile) {
   sync_group<Tile>();
-  if (threadIdx.x % kGroupThreads<Tile> == 0)
+  if (thread_of_group<Tile>() == 0)
     count_one(counter<Tile>(p, p.split.owner(row_tile * p.units.by)), this_group<Tile>());
 }
 
@@ -102,7 +111,7 @@ FPX_DEVICE void give_partial(const Problem& p, int row_tile) {
 template <class Tile>
 FPX_DEVICE void await_partials(const Problem& p, int last) {
   const int worker = this_worker<Tile>();
-  if (threadIdx.x % kGroupThreads<Tile> == 0)
+  if (thread_of_group<Tile>() == 0)
     wait_for_count(counter<Tile>(p, worker), this_group<Tile>(), last - worker);
   sync_group<Tile>();
 }
@@ -162,7 +171,7 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
   };
 
   if constexpr (kBulk)
-    if (p.cluster > 1) {
+    if (p.cluster > 0) {
       const ClusterSums others(p, shared_address(sums) + p.sent_offset, sums_barrier, fours);
       if (others.rank == 0) others.await();
 #pragma unroll 1
@@ -208,30 +217,37 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
 }
 
 #if FPX_ARCH == 90
-// The end of a row tile that a cluster's blocks share, by wgmma: each sums and stores a part of the batch rows, fours
-// from .. to of each thread and strip, in the order of the blocks.
+// The end of a row tile that groups and a cluster's blocks share, by wgmma. Each of them, in the order of their inputs, sums
+// and stores a part of the batch rows: fours from .. to of each thread and strip.
 template <class F, class T, class Tile>
 FPX_DEVICE void sum_in_cluster(const Problem& p, WgmmaSums<F, T, Tile>& mine, uint32_t received, uint32_t barrier,
                                int& from, int& to) {
-  constexpr int kFours = Tile::kBatch / 8;
-  const int rank = cluster_rank(), part = divide_up(kFours, p.cluster), bytes = part * Tile::kMTiles * Tile::kThreads * 16;
-  from = rank * part, to = min(kFours, from + part);
-  const auto place = [&](int block, int m, int n) {  // of a four of another block, n counted from the part's first
-    return (block > rank ? block - 1 : block) * bytes + ((m * part + n) * Tile::kThreads + threadIdx.x) * 16;
+  constexpr int kFours = Tile::kBatch / 8, kSplit = Tile::kSplit;
+  constexpr int kThreads = Tile::kThreads / kSplit;  // that have results of different rows
+  const int all = p.cluster * kSplit, part = divide_up(kFours, all), bytes = part * Tile::kMTiles * kThreads * 16;
+  const int me = cluster_rank() * kSplit + this_group<Tile>() % kSplit;
+  const int thread = this_group<Tile>() / kSplit * kGroupThreads<Tile> + thread_of_group<Tile>();
+  // Where, in the owner's memory, fours of a sender's are.
+  const auto place = [&](int owner, int sender, int m, int n) {
+    const int slot = owner % kSplit * (all - 1) + (sender > owner ? sender - 1 : sender);
+    return received + slot * bytes + ((m * part + n - owner * part) * kThreads + thread) * 16;
   };
-  if (threadIdx.x == 0)
-    barrier_arrive_expecting(barrier, (p.cluster - 1) * max(0, to - from) * Tile::kMTiles * Tile::kThreads * 16);
+  from = min(kFours, me * part), to = min(kFours, from + part);
+  if (threadIdx.x == 0) {
+    const int first = min(kFours, me * part), end = min(kFours, (me + kSplit) * part);  // of all groups here
+    barrier_arrive_expecting(barrier, (all - 1) * (end - first) * Tile::kMTiles * kThreads * 16);
+  }
   cluster_wait();  // all have started
 #pragma unroll
   for (int n = 0; n < kFours; ++n) {
-    const int owner = n / part, block = rank > owner ? rank - 1 : rank;  // there, this block is that number among the others
-    if (owner == rank) continue;
-    const uint32_t there = address_at_block(received + block * bytes, owner), barrier_there = address_at_block(barrier, owner);
+    const int owner = n / part;
+    if (owner == me) continue;
+    const uint32_t barrier_there = address_at_block(barrier, owner / kSplit);
 #pragma unroll
     for (int m = 0; m < Tile::kMTiles; ++m) {
       const float* d = mine.d[m] + 4 * n;
-      store_at_block(there + ((m * part + n - owner * part) * Tile::kThreads + threadIdx.x) * 16,
-                     make_float4(d[0], d[1], d[2], d[3]), barrier_there);
+      store_at_block(address_at_block(place(owner, me, m, n), owner / kSplit), make_float4(d[0], d[1], d[2], d[3]),
+                     barrier_there);
     }
   }
   barrier_wait_for_cluster(barrier, 0);
@@ -242,9 +258,9 @@ FPX_DEVICE void sum_in_cluster(const Problem& p, WgmmaSums<F, T, Tile>& mine, ui
     for (int m = 0; m < Tile::kMTiles; ++m) {
       float* d = mine.d[m] + 4 * n;
       const float4 own = make_float4(d[0], d[1], d[2], d[3]);
-      float4 sum = rank == 0 ? own : load_float4(received + place(0, m, n - from));
-      for (int block = 1; block < p.cluster; ++block)
-        sum = add(sum, block == rank ? own : load_float4(received + place(block, m, n - from)));
+      float4 sum = me == 0 ? own : load_float4(place(me, 0, m, n));
+      for (int sender = 1; sender < all; ++sender)
+        sum = add(sum, sender == me ? own : load_float4(place(me, sender, m, n)));
       d[0] = sum.x, d[1] = sum.y, d[2] = sum.z, d[3] = sum.w;
     }
   }
@@ -264,7 +280,7 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>&
   };
   const auto add_to = [](float* d, float4 four) { d[0] += four.x, d[1] += four.y, d[2] += four.z, d[3] += four.w; };
   int from_four = 0, to_four = kFours;  // of a strip, what this block stores
-  if (Tile::kClusters && p.cluster > 1) {
+  if (Tile::kClusters && p.cluster > 0) {
     epilogue.share(p, factors);
     sync_group<Tile>();
     if constexpr (Tile::kClusters)
@@ -307,7 +323,8 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>&
   }
 #pragma unroll
   for (int m = 0; m < Tile::kMTiles; ++m) {
-    const int output = (warp / 4 * Tile::kMTiles + m) * kStripRows + warp % 4 * kTileRows + lane_output(lane, 0);
+    const int output = m * kStripRows + warp % 4 * kTileRows + lane_output(lane, 0);  // of the group
+    const int first = own_row_tile<Tile>(at) * Tile::kRows + first_row_of_group<Tile>();
 #pragma unroll
     for (int n = 0; n < kFours; ++n)
 #pragma unroll
@@ -316,7 +333,7 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>&
         const int row = blockIdx.y * Tile::kBatch + 8 * n + 2 * (lane % 4) + i;
         const float y[2] = {epilogue.apply(factors, output, mine.d[m][4 * n + i]),
                             epilogue.apply(factors, output + 1, mine.d[m][4 * n + i + 2])};
-        if (row < p.batch) store<2, T>(p, row, own_row_tile<Tile>(at) * Tile::kRows + output, y);
+        if (row < p.batch) store<2, T>(p, row, first + output, y);
       }
   }
   sync_group<Tile>();  // before the next tile's factors

@@ -52,6 +52,7 @@ struct Format {
   static constexpr int kHighGroups = 8 / kHighBits;   // groups of four codes in a word of the second plane
   static constexpr int kTileBytes = kLanes * kWords * 4;
   static constexpr int kChunkBytes = kStripTiles * kTileBytes;
+  static constexpr int kMostOverflow = 0;             // bytes of a chunk besides these: of formats whose blocks differ
   static_assert(kBits == 5 || kBits == 6 || kBits == 8, "planes are worked out for 5, 6 and 8 bits");
   static_assert(kTileBytes % 128 == 0, "tiles stay aligned");
 

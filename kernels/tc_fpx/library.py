@@ -84,14 +84,15 @@ nearest in size."""
 
 @dataclass(frozen=True)
 class Variant:
-    """A tile of the kernel: its part of the output [rows, batch], the inputs of a pipeline stage, and how many blocks
-    of a cluster, with rows of their own each, share x."""
+    """A tile of the kernel: its part of the output [rows, batch], the inputs of a pipeline stage, how many blocks of
+    a cluster, with rows of their own each, share x, and how many groups of warps divide the inputs of a stage."""
 
     index: int
     rows: int
     stage_inputs: int
     batch: int
     share: int = 1
+    split: int = 1
     wgmma: bool = False
 
     @property
@@ -129,24 +130,22 @@ class _CPlan(ctypes.Structure):
     ]
 
 
-class Library:
+class Gemm:
     """The kernel for one format, one type of x and one device architecture."""
 
     def __init__(self, path: Path) -> None:
         self._c = ctypes.CDLL(str(path))
         self._c.fpx_error.restype = ctypes.c_char_p
-        self._c.fpx_partial_bytes.restype = ctypes.c_size_t
+        self._c.fpx_partial_bytes.restype = self._c.fpx_ordered_bytes.restype = ctypes.c_size_t
         pointer, integer, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-        self._c.fpx_linear.argtypes = [pointer, *[pointer] * 6, wide, *[integer] * 3, pointer]
-        self._c.fpx_prepack.argtypes = self._c.fpx_unprepack.argtypes = [pointer, pointer, integer, integer, pointer]
-        self._c.fpx_dequantize.argtypes = [pointer, pointer, pointer, *[integer] * 4, pointer]
+        self._c.fpx_linear.argtypes = [pointer, *[pointer] * 9, wide, *[integer] * 3, pointer]
         self.variants = [self._variant(i) for i in range(self._c.fpx_variant_count())]
 
     def _variant(self, index: int) -> Variant:
-        values = (ctypes.c_int * 5)()
+        values = (ctypes.c_int * 6)()
         self._c.fpx_variant(index, values)
-        rows, inputs, batch, share, wgmma = values
-        return Variant(index, rows, inputs, batch, share, bool(wgmma))
+        rows, inputs, batch, share, split, wgmma = values
+        return Variant(index, rows, inputs, batch, share, split, bool(wgmma))
 
     def stages(self, plan: Plan) -> int:
         """Pipeline stages that a plan has on the current device; 0: it does not fit there."""
@@ -168,9 +167,20 @@ class Library:
         return self._c.fpx_free_counter_sets()
 
     def linear(
-        self, x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out_features: int, plan: Plan
+        self,
+        x: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        plan: Plan,
+        overflow: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
-        """y [batch, out]. x: [batch, in], in a multiple of 64, each row contiguous and aligned to 16 bytes."""
+        """y [batch, out]. x: [batch, in], in a multiple of 64, each row contiguous and aligned to 16 bytes.
+
+        overflow, starts: of block-mixed weights (../block_mixed/nested.cuh).
+        """
         y = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
         scratch = None
         if torch.cuda.is_current_stream_capturing():  # memory of the graph's own, for as long as it lives
@@ -178,14 +188,13 @@ class Library:
             tiles = -(-x.shape[0] // plan.variant.batch) * plan.variant.share
             size = self._c.fpx_partial_bytes(plan.variant.index, max(blocks, tiles))
             scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
+        ordered = None
+        if size := self._c.fpx_ordered_bytes(plan.variant.index, x.shape[1], x.shape[0]):
+            ordered = torch.empty(size, dtype=torch.uint8, device=x.device)
+        tensors = packed, overflow, starts, x, scale, bias, y, scratch, ordered
         code = self._c.fpx_linear(
             ctypes.byref(_c_plan(plan)),
-            packed.data_ptr(),
-            x.data_ptr(),
-            scale.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            None if scratch is None else scratch.data_ptr(),
+            *(None if t is None else t.data_ptr() for t in tensors),
             x.stride(0) if x.shape[0] > 1 else x.shape[1],
             out_features,
             x.shape[1],
@@ -194,6 +203,20 @@ class Library:
         )
         self._check(code)
         return y
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise RuntimeError(f"the kernel could not be launched: {self._c.fpx_error(code).decode()}")
+
+
+class Library(Gemm):
+    """The kernel for weights whose codes all have the same bits, and the way to its layout and back."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        self._c.fpx_prepack.argtypes = self._c.fpx_unprepack.argtypes = [pointer, pointer, integer, integer, pointer]
+        self._c.fpx_dequantize.argtypes = [pointer, pointer, pointer, *[integer] * 4, pointer]
 
     def prepack(self, stream: Tensor, packed: Tensor, out_features: int, in_features: int) -> None:
         """Writes `packed` from a checkpoint's stream, which is aligned to 16 bytes."""
@@ -212,10 +235,6 @@ class Library:
         end, in_features = first_row + dense.shape[0], dense.shape[1]
         pointers = packed.data_ptr(), scale.data_ptr(), dense.data_ptr()
         self._check(self._c.fpx_dequantize(*pointers, first_row, end, out_features, in_features, _stream(packed)))
-
-    def _check(self, code: int) -> None:
-        if code:
-            raise RuntimeError(f"the kernel could not be launched: {self._c.fpx_error(code).decode()}")
 
 
 @functools.lru_cache(4096)
@@ -262,7 +281,7 @@ def load_all(device: torch.device) -> dict[tuple[str, torch.dtype], Library]:
 
 
 @functools.lru_cache(4096)
-def plan(library: Library, out_features: int, in_features: int, batch: int, dependent: bool = False) -> Plan:
+def plan(library: Gemm, out_features: int, in_features: int, batch: int, dependent: bool = False) -> Plan:
     """What TILES says of a shape, or the nearest tile that fits the current device."""
     tile, blocks, cluster = chosen_tile(out_features * in_features, batch)
     fitting = [v for v in library.variants if library.stages(Plan(v))]

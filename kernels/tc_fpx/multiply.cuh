@@ -18,35 +18,79 @@ FPX_DEVICE void unrolled(Body&& body) {
   }
 }
 
-// A lane's words of a tile: one load a plane.
-template <class F>
-FPX_DEVICE void load_words(uint32_t first, uint32_t second, uint32_t (&words)[F::kWords]) {
-  const uint4 four = load_128(first);
-  words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
-  if constexpr (F::kWords == 5) {
-    words[4] = load_32(second);
-  } else if constexpr (F::kWords == 6) {
-    const uint2 two = load_64(second);
-    words[4] = two.x, words[5] = two.y;
-  } else {
-    const uint4 more = load_128(second);
-    words[4] = more.x, words[5] = more.y, words[6] = more.z, words[7] = more.w;
+// What a lane has of a tile, and where in a stage it finds it. A format may have a Lane of its own, defined before this.
+template <class F, class T, class Tile>
+struct Lane {
+  static constexpr int kExponent = Decoder<F, T, kConvert>::kExponent;  // weight = operand * 2^kExponent
+
+  // After a stage's start, the planes of a lane's first tile.
+  struct Places {
+    uint32_t first, second;
+
+    // `chunk` in that strip's part of a stage.
+    FPX_DEVICE Places(int strip, int chunk, int tile) {
+      const int lane = threadIdx.x % kLanes, weights = Tile::template weight_offset<F>(strip, chunk, tile);
+      first = weights + word_offset(F::kBits, lane, 0), second = weights + word_offset(F::kBits, lane, 4);
+    }
+    FPX_DEVICE void keep() { first = opaque(first), second = opaque(second); }  // worked out once
+  };
+
+  // One load a plane, kStrips, kChunks and kTiles on from the first tile.
+  template <int kStrips, int kChunks, int kTiles>
+  FPX_DEVICE void load(uint32_t stage, const Places& places) {
+    constexpr int kOn = (kStrips * Tile::kStageChunks + kChunks) * F::kChunkBytes + kTiles * F::kTileBytes;
+    const uint4 four = load_128(stage + places.first + kOn);
+    const uint32_t second = stage + places.second + kOn;
+    words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+    if constexpr (F::kWords == 5) {
+      words[4] = load_32(second);
+    } else if constexpr (F::kWords == 6) {
+      const uint2 two = load_64(second);
+      words[4] = two.x, words[5] = two.y;
+    } else {
+      const uint4 more = load_128(second);
+      words[4] = more.x, words[5] = more.y, words[6] = more.z, words[7] = more.w;
+    }
   }
-}
+
+  // The weight operand of multiplication kStep of the tile.
+  template <int kStep>
+  FPX_DEVICE void decode(uint32_t (&a)[4]) const {
+    decode_step<F, T, kConvert, kStep>(words, a);
+  }
+
+  // The x operands of mma.sync for two multiplications, 2 * kHalf and the next: where a lane begins, and one load.
+  FPX_DEVICE static uint32_t x_place(int chunk) {
+    const int lane = threadIdx.x % kLanes;
+    return Tile::x_offset(chunk, lane % 8, lane / 8);
+  }
+  template <int kHalf>
+  FPX_DEVICE static uint4 load_x(uint32_t place, int n) {  // four pieces on is the other half
+    return load_matrices((place ^ (kHalf * 64)) + 8 * n * Tile::kXRowBytes);
+  }
+
+ private:
+  uint32_t words[F::kWords];
+};
+
+// The order of inputs that a format wants where x is read by wgmma itself: that of memory, or one of its own, in which x is
+// then written beforehand. A format may have an InputOrder of its own.
+template <class F>
+struct InputOrder {
+  static constexpr bool kOwn = false;
+  static cudaError_t apply(const Problem&, uint16_t*, cudaStream_t) { return cudaSuccess; }
+};
 
 // The sums of a thread for a row tile by mma.sync.
 template <class F, class T, class Tile>
 struct MmaSums {
-  float c[Tile::kMTiles][Tile::kNTiles][4];
-  uint32_t first, second, x;  // where, after a stage's start, the lane finds the planes of its first tile, and x
+  using Lane_ = Lane<F, T, Tile>;
 
-  FPX_DEVICE MmaSums() {
-    const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    const int weights = Tile::template weight_offset<F>(Tile::first_tile(warp) / kStripTiles, Tile::chunk(warp),
-                                                        Tile::first_tile(warp) % kStripTiles);
-    first = opaque(weights + word_offset(F::kBits, lane, 0)), second = opaque(weights + word_offset(F::kBits, lane, 4));
-    x = opaque(Tile::x_offset(Tile::chunk(warp), lane % 8, lane / 8));
-  }
+  float c[Tile::kMTiles][Tile::kNTiles][4];
+  typename Lane_::Places places;
+  uint32_t x;  // after a stage's start
+
+  FPX_DEVICE MmaSums() : MmaSums(threadIdx.x / kLanes) {}
 
   FPX_DEVICE void clear() {
 #pragma unroll
@@ -68,21 +112,24 @@ struct MmaSums {
   }
 
  private:
+  FPX_DEVICE explicit MmaSums(int warp)
+      : places(Tile::first_tile(warp) / kStripTiles, Tile::chunk(warp), Tile::first_tile(warp) % kStripTiles),
+        x(opaque(Lane_::x_place(Tile::chunk(warp)))) {
+    places.keep();
+  }
+
   FPX_DEVICE void add_stage(uint32_t stage) {
-    uint32_t words[Tile::kMTiles][F::kWords];
-#pragma unroll
-    for (int m = 0; m < Tile::kMTiles; ++m)
-      load_words<F>(stage + first + m * F::kTileBytes, stage + second + m * F::kTileBytes, words[m]);
+    Lane_ lanes[Tile::kMTiles];
+    unrolled<Tile::kMTiles>([&](auto m) { lanes[m].template load<0, 0, m>(stage, places); });
     unrolled<2>([&](auto half) {
-      uint4 b[Tile::kNTiles];  // of steps 2 * half and the next; four pieces on is the other half
+      uint4 b[Tile::kNTiles];  // of steps 2 * half and the next
 #pragma unroll
-      for (int n = 0; n < Tile::kNTiles; ++n)
-        b[n] = load_matrices(((stage + x) ^ (half * 64)) + 8 * n * Tile::kXRowBytes);
+      for (int n = 0; n < Tile::kNTiles; ++n) b[n] = Lane_::template load_x<half>(stage + x, n);
 #pragma unroll
       for (int m = 0; m < Tile::kMTiles; ++m)
         unrolled<2>([&](auto odd) {
           uint32_t a[4];
-          decode_step<F, T, kConvert, 2 * half + odd>(words[m], a);
+          lanes[m].template decode<2 * half + odd>(a);
 #pragma unroll
           for (int n = 0; n < Tile::kNTiles; ++n)
             multiply_add<T>(c[m][n], a, odd ? b[n].z : b[n].x, odd ? b[n].w : b[n].y);
@@ -98,17 +145,15 @@ struct MmaSums {
 template <class F, class T, class Tile>
 struct WgmmaSums {
   static constexpr int kTogether = Tile::kTogether, kParts = kSteps / kTogether;  // parts of a tile
-  static constexpr int kTiles = Tile::kStageChunks * Tile::kMTiles;               // of a warp in a stage
+  static constexpr int kTiles = Tile::kGroupChunks * Tile::kMTiles;               // of a warp in a stage
+
+  using Lane_ = Lane<F, T, Tile>;
 
   float d[Tile::kMTiles][Tile::kBatch / 2];
-  uint32_t first, second;  // where, after a stage's start, the lane finds the planes of its first tile
+  typename Lane_::Places places;
+  uint32_t x_chunk;  // after a stage's start
 
-  FPX_DEVICE WgmmaSums() {
-    const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    const int weights = Tile::template weight_offset<F>(warp / 4 * Tile::kMTiles, 0, warp % 4);
-    first = weights + word_offset(F::kBits, lane, 0), second = weights + word_offset(F::kBits, lane, 4);
-    if (Tile::kMTiles > 1) first = opaque(first), second = opaque(second);  // registers are short: else they spill
-  }
+  FPX_DEVICE WgmmaSums() : WgmmaSums(threadIdx.x / (4 * kLanes)) {}
 
   FPX_DEVICE void clear() {
 #pragma unroll
@@ -119,13 +164,14 @@ struct WgmmaSums {
 
   template <class Pipeline>
   FPX_DEVICE void add_piece(const Problem& p, Piece at, Pipeline& pipeline) {
-    uint32_t a[2][kTogether][4], words[F::kWords];
+    uint32_t a[2][kTogether][4];
+    Lane_ lane;
     uint32_t stage = pipeline.acquire(p);
-    load_tile<0>(stage, words);
-    decode_part<0>(words, a[0]);
-    if constexpr (kParts == 1 && kTiles > 1) load_tile<1>(stage, words);
+    load_tile<0>(stage, lane);
+    decode_part<0>(lane, a[0]);
+    if constexpr (kParts == 1 && kTiles > 1) load_tile<1>(stage, lane);
     for (; at.k < at.end; ++at.k) {
-      const uint64_t x = x_descriptor(stage);
+      const uint64_t x = x_descriptor(stage + x_chunk);
       unrolled<kTiles * kParts>([&](auto n) {
         constexpr int kTile = n / kParts, kPart = n % kParts, kChunk_ = kTile / Tile::kMTiles;
         unrolled<kTogether>([&](auto i) {
@@ -137,18 +183,18 @@ struct WgmmaSums {
         wgmma_wait<1>();  // the multiplications that read the registers which are filled next have ended
         if constexpr (n == 1)  // and all of the stage before; where a stage has two parts, the next one is acquired already
           if (at.k > at.begin) pipeline.release(p, Tile::kParts == 2 ? 2 : 1);
-        decode_part<(kPart + 1) % kParts>(words, a[(n + 1) % 2]);
+        decode_part<(kPart + 1) % kParts>(lane, a[(n + 1) % 2]);
         if constexpr ((n + 2) % kParts == 0) {  // all of a tile is decoded: the words of the next
           if constexpr (n + 2 < kTiles * kParts) {
-            load_tile<(n + 2) / kParts>(stage, words);
+            load_tile<(n + 2) / kParts>(stage, lane);
           } else if constexpr (n + 2 == kTiles * kParts) {
             pipeline.next(p);
             if (at.k + 1 < at.end) {
               stage = pipeline.acquire(p);
-              load_tile<0>(stage, words);
+              load_tile<0>(stage, lane);
             }
           } else if constexpr (kTiles > 1) {
-            load_tile<1>(stage, words);
+            load_tile<1>(stage, lane);
           }
         }
       });
@@ -158,15 +204,20 @@ struct WgmmaSums {
   }
 
  private:
+  FPX_DEVICE explicit WgmmaSums(int group)
+      : places(group / Tile::kSplit * Tile::kMTiles, group % Tile::kSplit * Tile::kGroupChunks, threadIdx.x / kLanes % 4),
+        x_chunk(group % Tile::kSplit * Tile::kGroupChunks * Tile::kXChunkBytes) {
+    if (Tile::kMTiles > 1) places.keep();  // registers are short: else they spill
+  }
+
   template <int kPart>
-  FPX_DEVICE void decode_part(const uint32_t (&words)[F::kWords], uint32_t (&a)[kTogether][4]) {
-    unrolled<kTogether>([&](auto i) { decode_step<F, T, kConvert, kPart * kTogether + i>(words, a[i]); });
+  FPX_DEVICE void decode_part(const Lane_& lane, uint32_t (&a)[kTogether][4]) {
+    unrolled<kTogether>([&](auto i) { lane.template decode<kPart * kTogether + i>(a[i]); });
   }
 
   template <int kTile>
-  FPX_DEVICE void load_tile(uint32_t stage, uint32_t (&words)[F::kWords]) {
-    constexpr int kOffset = (kTile % Tile::kMTiles * Tile::kStageChunks + kTile / Tile::kMTiles) * F::kChunkBytes;
-    load_words<F>(stage + first + kOffset, stage + second + kOffset, words);
+  FPX_DEVICE void load_tile(uint32_t stage, Lane_& lane) {
+    lane.template load<kTile % Tile::kMTiles, kTile / Tile::kMTiles, 0>(stage, places);
   }
 };
 

@@ -24,6 +24,8 @@ struct Problem {
   CUtensorMap x_map;      // x as [chunks][batch][64], a box of it a stage's, or a part of a chunk's where it is shared
 #endif
   const uint8_t* packed;
+  const uint8_t* overflow;  // of formats that have one; where each chunk's begins, [strips][chunks + 1], in 8 bytes
+  const int32_t* starts;
   const uint16_t* x;      // [batch, in_features], rows x_stride apart
   const float* scale;     // [out_features]
   const uint16_t* bias;   // [out_features] or null
@@ -35,7 +37,7 @@ struct Problem {
   int strips, chunks;
   int stages;
   bool dependent;         // weights may be read before the kernels before this one have ended
-  int cluster;            // blocks that share a row tile by their shared memory; 1: runs of `split` instead
+  int cluster;            // blocks that share a row tile by their shared memory; 0: runs of `split` instead
   int sent_offset;        // there, from a block's own sums to those of the others, after the stages
   Divisor units;          // of a row tile
   Split split;            // with clusters, of a row tile's units
@@ -52,7 +54,7 @@ FPX_DEVICE int own_row_tile(const Piece& at) { return at.row_tile * Tile::kShare
 template <class Tile>
 FPX_DEVICE Pieces pieces_of_block(const Problem& p) {
   const int worker = this_worker<Tile>();
-  if (Tile::kShare > 1 || p.cluster == 1)
+  if (!Tile::kClusters || p.cluster == 0)
     return Pieces::of_run(p.split.begin(worker), p.split.begin(worker + 1), p.units);
   const int rank = cluster_rank();
   return Pieces::of_one({int(cluster_id()), p.split.begin(rank), p.split.begin(rank + 1), 0});
@@ -71,6 +73,43 @@ struct Weights {
     chunks = min(Tile::kStageChunks, p.chunks - chunk);
     from = p.packed + tile_offset<F>(strip, chunk, 0, p.chunks);
     strip_bytes = size_t(p.chunks) * F::kChunkBytes;
+  }
+};
+
+// Where the overflow of a strip's chunks lies, in bytes, from a multiple of 16 to one.
+struct Range {
+  uint32_t begin, bytes;
+
+  FPX_DEVICE Range() : begin(0), bytes(0) {}
+  FPX_DEVICE Range(const Problem& p, int strip, int chunk, int chunks) {
+    const int32_t* start = p.starts + size_t(strip) * (p.chunks + 1) + chunk;
+    const uint32_t from = __ldg(start) & ~1, to = (__ldg(start + chunks) + 1) & ~1;
+    begin = from, bytes = 8 * (to - from);
+  }
+  FPX_DEVICE const uint8_t* from(const Problem& p) const { return p.overflow + size_t(begin) * 8; }
+};
+
+// Of many units at a time, a lane's for a strip of each, so that the copier does not wait for each unit's.
+template <class Tile>
+struct Ranges {
+  static constexpr int kUnits = kLanes / Tile::kStrips;
+  Range range;
+  int row_tile = -1, first = 0;
+
+  // Those of a unit, in the lanes of its strips; empty elsewhere.
+  FPX_DEVICE Range of(const Problem& p, const Piece& at) {
+    const int lane = threadIdx.x % kLanes;
+    if (at.row_tile != row_tile || at.k < first || at.k >= first + kUnits) {
+      row_tile = at.row_tile, first = at.k;
+      const int k = first + lane / Tile::kStrips, strip = own_row_tile<Tile>(at) * Tile::kStrips + lane % Tile::kStrips;
+      const int chunk = k * Tile::kStageChunks, chunks = min(Tile::kStageChunks, p.chunks - chunk);
+      range = lane < kUnits * Tile::kStrips && k < at.end && strip < p.strips ? Range(p, strip, chunk, chunks) : Range();
+    }
+    const int holder = (at.k - first) * Tile::kStrips + min(lane, Tile::kStrips - 1);
+    Range found;
+    found.begin = __shfl_sync(~0u, range.begin, holder), found.bytes = __shfl_sync(~0u, range.bytes, holder);
+    if (lane >= Tile::kStrips) found.bytes = 0;
+    return found;
   }
 };
 
@@ -112,9 +151,13 @@ struct BulkPipeline {
     int early = p.dependent ? p.stages : 0;  // stages to fill with weights alone
     if (!p.dependent) wait_for_previous_kernels();
     int ahead = 0;
+    [[maybe_unused]] Ranges<Tile> ranges;
     Piece at;
     for (Pieces pieces = pieces_of_block<Tile>(p); pieces.next(at);)
       for (; at.k < at.end; ++at.k, next(p), ++ahead) {
+        uint32_t more = 0;  // bytes of overflow
+        [[maybe_unused]] Range range;
+        if constexpr (F::kMostOverflow > 0) range = ranges.of(p, at), more = __reduce_add_sync(~0u, range.bytes);
         if (ahead == early && early > 0) copy_first_x(p, early, often), early = 0;
         barrier_wait(empty(stage), parity ^ 1);
         const Weights<F, Tile> weights(p, at);
@@ -122,13 +165,17 @@ struct BulkPipeline {
         if (weights.chunks < Tile::kStageChunks) zero_end(to, weights, lane);
         if (lane == 0) {
           const int bytes = weights.chunks * F::kChunkBytes;
-          barrier_arrive_expecting(full(stage), weights.strips * bytes + Tile::kXBytes);
+          barrier_arrive_expecting(full(stage), weights.strips * bytes + more + Tile::kXBytes);
 #pragma unroll 1
           for (int strip = 0; strip < weights.strips; ++strip)
             copy_bulk(to + strip * Tile::kStageChunks * F::kChunkBytes, weights.from + strip * weights.strip_bytes, bytes,
                       full(stage), gridDim.y == 1 ? once : often);
           if (early == 0) copy_x(p, at, often);
         }
+        if constexpr (F::kMostOverflow > 0)
+          if (range.bytes > 0)
+            copy_bulk(address() + Tile::template overflow_offset<F>(lane), range.from(p), range.bytes, full(stage),
+                      gridDim.y == 1 ? once : often);
       }
     if (early > 0) copy_first_x(p, ahead, often);
     let_next_kernel_start();
@@ -252,6 +299,13 @@ struct AsyncPipeline {
           const bool valid = b < weights.chunks * F::kChunkBytes;
           copy_16_async(to + Tile::template weight_offset<F>(strip, 0, 0) + b,
                         weights.from + strip * weights.strip_bytes + (valid ? b : 0), valid);
+        }
+      if constexpr (F::kMostOverflow > 0)
+        for (int strip = 0; strip < weights.strips; ++strip) {
+          const int first = own_row_tile<Tile>(ahead) * Tile::kStrips + strip;
+          const Range range(p, first, ahead.k * Tile::kStageChunks, weights.chunks);
+          for (uint32_t b = 16 * threadIdx.x; b < range.bytes; b += 16 * Tile::kThreads)
+            copy_16_async(to + Tile::template overflow_offset<F>(strip) + b, range.from(p) + b, true);
         }
       const int row0 = blockIdx.y * Tile::kBatch, chunk0 = ahead.k * Tile::kStageChunks;
       for (int i = threadIdx.x; i < Tile::kBatch * Tile::kStageChunks * 8; i += Tile::kThreads) {

@@ -13,7 +13,7 @@ import torch
 
 from fpquant.errors import FpquantError
 from fpquant.formats import decode
-from fpquant.kernels.block_mixed import layout
+from fpquant.kernels.block_mixed import layout, ops  # noqa: F401 (registers the operators)
 from fpquant.kernels.block_mixed.layout import nest, unnest
 from fpquant.packing import BlockMixedTensor, pack, pack_codes, pack_map, unpack, unpack_codes
 from fpquant.schemes import PAIRS, SCHEMES, Pair
@@ -132,3 +132,51 @@ def test_resident_bits_are_near_the_stored(share, extra):
 def test_other_pairs_are_refused():
     with pytest.raises(FpquantError, match="the block-mixed layout is for nvfp4/fp8 or nvfp4, got fp6/fp16"):
         nest(pack(torch.randn(4, 32), PAIRS["fp6/fp16"]))
+
+
+MIXED_OPS = torch.ops.fpquant
+
+
+def nested_by_op(t):
+    high = 0 if t.weight_high is None else t.weight_high.numel() // 16
+    return MIXED_OPS.mixed_nest(t.weight, t.weight_scale, t.weight_high, t.weight_map, high, *t.shape)
+
+
+def scale_of(t):
+    return (t.weight_global_scale / 4).expand(t.shape[0]).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", MAPS)
+def test_the_operators_multiply_by_the_weight(kind, dtype):
+    t = weight_of((100, 130), kind)
+    x = torch.randn(2, 3, 130, generator=torch.Generator().manual_seed(3)).to(dtype)
+    bias = torch.randn(100).to(dtype)
+    y = MIXED_OPS.mixed_linear(x, *nested_by_op(t), scale_of(t), bias, *t.shape)
+    w = unpack(t).double()
+    exact = x.double() @ w.T + bias.double()
+    size = x.double().abs() @ w.abs().T + bias.double().abs()
+    rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 1e-6}[dtype]
+    assert y.dtype == dtype
+    assert float(((y.double() - exact).abs() / size).max()) <= 1.01 * rounding
+
+
+def test_the_operators_are_what_torch_expects():
+    from torch.library import opcheck
+
+    for t in (weight_of((70, 100), "random"), pack(torch.randn(70, 100), PURE)):
+        high = 0 if t.weight_high is None else t.weight_high.numel() // 16
+        opcheck(MIXED_OPS.mixed_nest, (t.weight, t.weight_scale, t.weight_high, t.weight_map, high, *t.shape))
+        x = torch.randn(2, 3, 100)
+        opcheck(MIXED_OPS.mixed_linear, (x, *nested_by_op(t), scale_of(t), torch.randn(70), *t.shape))
+
+
+def test_wrong_sizes_are_refused():
+    t = weight_of((70, 100), "random")
+    with pytest.raises(FpquantError, match=r"weight of a nvfp4/fp8 weight \[70, 100\] with 3 high blocks must be"):
+        MIXED_OPS.mixed_nest(t.weight, t.weight_scale, t.weight_high[:32], t.weight_map, 3, *t.shape)
+    nested, x = nested_by_op(t), torch.randn(2, 100)
+    with pytest.raises(FpquantError, match=r"scale must be torch\.float32 \[70\] on cpu, got torch\.float32 \[1\]"):
+        MIXED_OPS.mixed_linear(x, *nested, t.weight_global_scale, None, *t.shape)
+    with pytest.raises(FpquantError, match=r"x must be \[\.\.\., 100\], got \[2, 99\]"):
+        MIXED_OPS.mixed_linear(x[:, :99], *nested, scale_of(t), None, *t.shape)

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from fpquant.kernels import build
+from fpquant.kernels.block_mixed import library as mixed
 from fpquant.kernels.build import KernelUnavailable
 from fpquant.kernels.tc_fpx import layout, library
 
 FOLDERS = {Path(layout.__file__).parent: [n.split("_")[1].upper() for n in layout.KERNEL_FORMATS]}
+FOLDERS[Path(mixed.__file__).parent] = list(mixed.FORMATS.values())
 SOURCES = sorted(source for folder in FOLDERS for source in folder.glob("*.cu"))
 
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
