@@ -101,7 +101,7 @@ def candidates(kernel: library.Library, out_features: int, batch: int) -> Iterat
             continue
         tiles = -(-out_features // variant.rows) * -(-batch // variant.batch)
         clusters = [c for c in (2, 4) if c * tiles <= 300]  # so that all blocks run at once
-        for blocks, cluster in [(1, 1), (2, 1), *((1, c) for c in clusters)]:
+        for blocks, cluster in [(1, 1), (2, 1), *([(3, 1)] if batch <= 64 else []), *((1, c) for c in clusters)]:
             plan = library.Plan(variant, blocks, library.sharers_of(cluster, variant), cluster=cluster)
             if kernel.stages(plan):
                 yield plan

@@ -29,7 +29,7 @@ def dense(batch, shape, us):
 
 
 def times(batch, shape, **of_tile):
-    tiles = {"small": [64, 512, 16, 1], "large": [128, 256, 32, 2]}
+    tiles = {"small": [64, 512, 16, 1, 1], "large": [128, 256, 32, 2, 1]}
     row = {"shape": shape, "batch": batch, "blocks": 1, "cluster": 1}
     return [row | {"us": us, "tile": tiles[t]} for t, us in of_tile.items()]
 
@@ -40,7 +40,7 @@ def test_the_table_is_made_from_the_measurements(table):
 
 
 def test_a_shape_gets_a_tile_of_its_own_only_where_that_is_clearly_faster(table):
-    small, large = ((64, 512, 16, 1), 1, 1), ((128, 256, 32, 2), 1, 1)
+    small, large = ((64, 512, 16, 1, 1), 1, 1), ((128, 256, 32, 2, 1), 1, 1)
     edge = round((4096 * 4096 * 8192 * 28672) ** 0.5)
     both = times(16, "7b.o", small=10, large=10.2) + times(16, "70b.down", small=60, large=50)
     assert table(both) == [(16, 0, *large)]
@@ -63,7 +63,7 @@ def test_the_fused_kernel_is_used_as_long_as_it_is_faster_over_all_shapes(tune):
 @pytest.mark.parametrize("weights", [1, 192 * 576, 4096 * 4096, 57344 * 8192, 1 << 40])
 def test_every_shape_and_batch_has_a_tile(weights):
     for batch in [*range(1, 300), 1000, 5000]:
-        (_, _, tile_batch, _), blocks, cluster = library.chosen_tile(weights, batch)
+        (_, _, tile_batch, *_), blocks, cluster = library.chosen_tile(weights, batch)
         assert blocks in (1, 2) and cluster in (1, 2, 4)
         if weights >= 4096 * 4096:  # smaller ones stay in the cache
             assert tile_batch >= min(batch, 16), "no weight is read twice for a batch that one small tile holds"
