@@ -112,8 +112,7 @@ class Run:
     def row(self, timing: Timing, timings: list[Timing], dtype: torch.dtype) -> dict[str, Any]:
         row = speed.to_row(timing, timings, self.bandwidth)
         name = timing.kernel.removesuffix("+pdl")
-        if name in KERNEL_FORMATS and timing.batch <= library.FUSED_BATCH:
-            kernel = library.load(name, dtype, self.device)
+        if name in KERNEL_FORMATS and timing.batch <= (kernel := library.load(name, dtype, self.device)).fused_batch:
             chosen = library.plan(kernel, *SHAPES[timing.shape], timing.batch)
             row["tile"], row["wgmma"] = list(chosen.variant.tile), chosen.variant.wgmma
         return row

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -162,8 +162,12 @@ def _linear_cuda(
     bias = None if bias is None else bias.contiguous()
     with torch.cuda.device(x.device):
         kernel = _kernel(format, x.dtype, x.device)
-        if kernel is None or rows.shape[0] > tc_fpx.FUSED_BATCH:
-            y = by_dense_weight(kernel, rows, packed, scale, bias, format, out_features)
+        if kernel is None:
+            weight = _dequantize(packed, scale, format, out_features, in_features, x.dtype)
+            y = torch.nn.functional.linear(rows, weight, bias)
+        elif rows.shape[0] > kernel.fused_batch:
+            dequantize = functools.partial(kernel.dequantize, packed, scale, out_features=out_features)
+            y = by_dense_weight(dequantize, rows, bias, out_features)
         elif rows.numel() == 0 or out_features == 0:
             y = x.new_zeros(rows.shape[0], out_features)
         else:
@@ -194,26 +198,18 @@ def dependent_launch_is_on() -> bool:
     return _dependent.get()
 
 
-def by_dense_weight(
-    kernel: tc_fpx.Library | None,
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    format: str,
-    out_features: int,
-) -> Tensor:
-    """The product by way of a dense weight in x's dtype, some rows of the weight at a time."""
+def by_dense_weight(dequantize: Callable[..., None], x: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """x W^T + bias by way of a dense weight in x's dtype, some rows of the weight at a time.
+
+    dequantize(dense=..., first_row=...): writes the weight's rows from first_row on, a multiple of 64, to dense.
+    """
     in_features = x.shape[1]
-    if kernel is None:
-        weight = _dequantize(packed, scale, format, out_features, in_features, x.dtype)
-        return torch.nn.functional.linear(x, weight, bias)
     y = x.new_empty(x.shape[0], out_features)
     step = max(64, _DENSE_BYTES // (2 * in_features) // 64 * 64)
     dense = x.new_empty(min(step, out_features), in_features)
     for first in range(0, out_features, step):
         part = dense[: out_features - first]
-        kernel.dequantize(packed, scale, part, first, out_features)
+        dequantize(dense=part, first_row=first)
         target, columns = y[:, first : first + step], part.T
         if bias is None:
             torch.mm(x, columns, out=target)

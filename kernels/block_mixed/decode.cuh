@@ -57,9 +57,29 @@ FPX_HD uint32_t multiply2(uint32_t x, uint32_t y) {
 template <class T>
 struct NestedLane {
   uint32_t base[4], over[4];  // words i of output 2g + r at 2r + i
-  uint32_t rest[2];           // kRest where the block is FP8
+  uint32_t high[2];           // all bits where the block is FP8
   uint32_t scale[2];          // twice, in T
 };
+
+// Byte kByte of x four times, or its sign in all bits: one instruction each.
+template <int kByte>
+FPX_HD uint32_t repeat_byte(uint32_t x) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(x, 0, kByte * 0x1111);
+#else
+  return (x >> (8 * kByte) & 0xFF) * 0x01010101u;
+#endif
+}
+template <int kByte>
+FPX_HD uint32_t repeat_sign(uint32_t x) {
+#ifdef __CUDA_ARCH__
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(x), "n"(0x8888 + kByte * 0x1111));
+  return result;
+#else
+  return x >> (8 * kByte) & 0x80 ? ~0u : 0;
+#endif
+}
 
 // Of an FP4 block the second four weights of a word of the base, as E4M3: what an FP8 block has in its overflow instead.
 FPX_HD uint32_t second_four(uint32_t base) { return ((base << 2) & 0x8C8C8C8C) | ((base >> 2) & 0x10101010); }
@@ -90,8 +110,8 @@ template <>
 constexpr int kFactor<BFloat16> = 8;  // so that it stays within BF16's range
 
 template <class T, bool kConvert>
-FPX_HD uint32_t scale_of(uint32_t code) {
-  const uint32_t pair = pair_of_e4m3<T, kConvert, false>(code * 0x0101);
+FPX_HD uint32_t scale_of(uint32_t code_twice) {
+  const uint32_t pair = pair_of_e4m3<T, kConvert, false>(code_twice);
   if constexpr (std::is_same_v<T, BFloat16>) return scale_bf16x2<kDown<T> - kFactor<T>>(scale_bf16x2<kDown<T>>(pair));
   else return pair;
 }
@@ -100,15 +120,13 @@ FPX_HD uint32_t scale_of(uint32_t code) {
 template <class T>
 constexpr int kNestedExponent = 6 + kFactor<T>;
 
-// `scales`: the lane's two. Words of the overflow are put in place of `over` where a block is FP8.
+// `scales`: the lane's two, in the lower bytes. Words of the overflow are put in place of `over` where a block is FP8.
 template <class T, bool kConvert>
 FPX_HD void prepare(NestedLane<T>& lane, uint32_t scales) {
-  for (int r = 0; r < 2; ++r) {
-    const uint32_t code = (scales >> (8 * r)) & 0xFF;
-    lane.rest[r] = is_high(code) ? kRest : 0;
-    lane.scale[r] = scale_of<T, kConvert>(code);
-    for (int i = 0; i < 2; ++i) lane.over[2 * r + i] = second_four(lane.base[2 * r + i]);
-  }
+  lane.high[0] = repeat_sign<0>(scales), lane.high[1] = repeat_sign<1>(scales);
+  lane.scale[0] = scale_of<T, kConvert>(repeat_byte<0>(scales));
+  lane.scale[1] = scale_of<T, kConvert>(repeat_byte<1>(scales));
+  for (int i = 0; i < 4; ++i) lane.over[i] = second_four(lane.base[i]);
 }
 
 // The operand of multiplication kStep: registers as in decode_step of TC-FPx.
@@ -116,7 +134,8 @@ template <class T, bool kConvert, int kStep>
 FPX_HD void decode_nested(const NestedLane<T>& lane, uint32_t (&a)[4]) {
   for (int r = 0; r < 2; ++r) {
     const int word = 2 * r + kStep / 2;
-    const uint32_t four = select(kStep % 2 == 0 ? kFour : lane.rest[r], lane.base[word], lane.over[word]);
+    const uint32_t mask = kStep % 2 == 0 ? kFour : lane.high[r] & kRest;
+    const uint32_t four = select(mask, lane.base[word], lane.over[word]);
     a[r] = multiply2<T>(pair_of_e4m3<T, kConvert, false>(four), lane.scale[r]);
     a[2 + r] = multiply2<T>(pair_of_e4m3<T, kConvert, true>(four), lane.scale[r]);
   }

@@ -6,11 +6,11 @@
 
 namespace fpx {
 
-// 64 bits of shared memory in place of what there is, where `wanted`.
-FPX_DEVICE void load_64_if(bool wanted, uint32_t from, uint32_t& first, uint32_t& second) {
+// 64 bits of shared memory in place of what there is, where `wanted` is not zero.
+FPX_DEVICE void load_64_if(uint32_t wanted, uint32_t from, uint32_t& first, uint32_t& second) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.shared.v2.u32 {%0, %1}, [%2];}"
                : "+r"(first), "+r"(second)
-               : "r"(from), "r"(uint32_t(wanted)));
+               : "r"(from), "r"(wanted));
 }
 
 FPX_DEVICE uint32_t load_16(uint32_t from) {
@@ -48,12 +48,12 @@ struct Lane<Nested<kMixed>, T, Tile> {
     prepare<T, kConvert>(words, scales);
     if constexpr (kMixed) {
       const uint32_t before = load_32(stage + places.before + kOn + kTiles * 4) - (load_32(stage + places.first + kStrip) & ~1u);
-      const bool high[2] = {(scales & 0x80) != 0, (scales & 0x8000) != 0};
-      const uint32_t first = __ballot_sync(~0u, high[0]), second = __ballot_sync(~0u, high[1]), lower = lanes_below();
+      const uint32_t first = __ballot_sync(~0u, words.high[0]), second = __ballot_sync(~0u, words.high[1]);
+      const uint32_t lower = lanes_below();
       const uint32_t from = stage + places.overflow + Tile::template overflow_offset<F>(kStrips) -
                             Tile::template overflow_offset<F>(0) + 8 * before;
-      load_64_if(high[0], from + 8 * __popc(first & lower), words.over[0], words.over[1]);
-      load_64_if(high[1], from + 8 * (__popc(first) + __popc(second & lower)), words.over[2], words.over[3]);
+      load_64_if(words.high[0], from + 8 * __popc(first & lower), words.over[0], words.over[1]);
+      load_64_if(words.high[1], from + 8 * (__popc(first) + __popc(second & lower)), words.over[2], words.over[3]);
     }
   }
 

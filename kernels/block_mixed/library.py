@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fpquant.errors import FpquantError
 from fpquant.kernels.build import architecture, build
-from fpquant.kernels.tc_fpx.library import C_TYPES, Gemm
+from fpquant.kernels.tc_fpx.library import C_TYPES, Gemm, current_stream
 
 FORMATS = {True: "NVFP4_FP8", False: "NVFP4"}
 """What the sources call a weight that has FP8 blocks, and one that has none."""
@@ -20,9 +20,13 @@ FORMATS = {True: "NVFP4_FP8", False: "NVFP4"}
 class Library(Gemm):
     """The kernel for block-mixed weights, one type of x and one device architecture."""
 
+    table = "nvfp4/fp8"
+
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._c.nested_pack.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        self._c.nested_pack.argtypes = [*[pointer] * 8, integer, integer, pointer]
+        self._c.nested_dequantize.argtypes = [*[pointer] * 5, *[integer] * 3, pointer]
 
     def nest(
         self,
@@ -37,8 +41,15 @@ class Library(Gemm):
         first and the third are aligned to 16 bytes."""
         scratch = torch.empty(self._c.nested_scratch(out_features), dtype=torch.int32, device=base.device)
         pointers = [None if t is None else t.data_ptr() for t in (*streams, base, overflow, starts, scratch)]
-        stream = torch.cuda.current_stream(base.device).cuda_stream
-        self._check(self._c.nested_pack(*pointers, out_features, in_features, stream))
+        self._check(self._c.nested_pack(*pointers, out_features, in_features, current_stream(base)))
+
+    def dequantize(
+        self, base: Tensor, overflow: Tensor, starts: Tensor, scale: Tensor, dense: Tensor, first_row: int
+    ) -> None:
+        """Writes rows first_row (a multiple of 64) and on of the weight to `dense` [rows, in]."""
+        pointers = [t.data_ptr() for t in (base, overflow, starts, scale, dense)]
+        numbers = first_row, first_row + dense.shape[0], dense.shape[1]
+        self._check(self._c.nested_dequantize(*pointers, *numbers, current_stream(base)))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from fpquant.errors import FpquantError
 from fpquant.kernels.block_mixed import library
 from fpquant.kernels.block_mixed.layout import NestedTensor, base_bytes, nest, overflow_bytes, unnest
 from fpquant.kernels.build import KernelUnavailable
-from fpquant.kernels.ops import aligned, dependent_launch_is_on, for_copies, warn_once
+from fpquant.kernels.ops import aligned, by_dense_weight, dependent_launch_is_on, for_copies, warn_once
 from fpquant.kernels.tc_fpx import library as tc_fpx
 from fpquant.kernels.tc_fpx.layout import CHUNK, STRIP_ROWS, padded_shape
 from fpquant.packing import BlockMixedTensor, stream_sizes, unpack
@@ -143,12 +143,13 @@ def _linear_cuda(
             y = torch.nn.functional.linear(rows, weight.to(x.dtype), bias)
         elif rows.numel() == 0 or out_features == 0:
             y = x.new_zeros(rows.shape[0], out_features)
+        elif rows.shape[0] > kernel.fused_batch:
+            dequantize = functools.partial(kernel.dequantize, base, overflow, starts, scale)
+            y = by_dense_weight(dequantize, rows, bias, out_features)
         else:
             early = dependent_launch_is_on() and base is given
-            y = x.new_empty(rows.shape[0], out_features)
-            for part, of_x in zip(y.split(tc_fpx.FUSED_BATCH), rows.split(tc_fpx.FUSED_BATCH), strict=True):
-                plan = tc_fpx.plan(kernel, out_features, in_features, of_x.shape[0], early)
-                part.copy_(kernel.linear(for_copies(of_x), base, scale, bias, out_features, plan, overflow, starts))
+            plan = tc_fpx.plan(kernel, out_features, in_features, rows.shape[0], early)
+            y = kernel.linear(for_copies(rows), base, scale, bias, out_features, plan, overflow, starts)
     return y.reshape(*x.shape[:-1], out_features)
 
 

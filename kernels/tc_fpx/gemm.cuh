@@ -237,7 +237,7 @@ struct Launch {
       cudaLaunchAttribute& a = attributes[config.numAttrs++];
       a.id = cudaLaunchAttributeProgrammaticStreamSerialization, a.val.programmaticStreamSerializationAllowed = 1;
     }
-    if (const int size = v.share > 1 ? v.share : p.cluster; size > 1) {
+    if (const int size = v.share > 1 ? v.share : p.cluster; size > 0) {  // of one block too: else there are no clusters
       cudaLaunchAttribute& a = attributes[config.numAttrs++];
       a.id = cudaLaunchAttributeClusterDimension;
       a.val.clusterDim.x = size, a.val.clusterDim.y = a.val.clusterDim.z = 1;

@@ -15,72 +15,10 @@ from torch import Tensor
 from fpquant.errors import FpquantError
 from fpquant.kernels.build import KernelUnavailable, architecture, build
 from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS
+from fpquant.kernels.tc_fpx.tiles import FUSED_BATCH, Tile, chosen_tile
 
 C_TYPES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 """The types of x and y, and what the sources call them."""
-
-FUSED_BATCH = 4096
-"""The largest batch that the fused kernel takes, the largest measured; above it a dense weight goes to cuBLAS."""
-
-Tile = tuple[int, int, int, int, int]
-"""Rows and batch of a thread block's share of the output, between them the inputs of a stage; blocks that share x; groups
-of warps that divide a stage's inputs."""
-
-TILES: tuple[tuple[int, int, Tile, int, int], ...] = (
-    (1, 766204, (64, 512, 8, 1, 1), 1, 2),
-    (1, 29058991, (64, 256, 8, 1, 1), 1, 2),
-    (1, 67370498, (64, 256, 8, 1, 1), 1, 1),
-    (1, 145536909, (64, 512, 8, 1, 1), 1, 1),
-    (1, 332171930, (128, 256, 8, 1, 1), 1, 2),
-    (1, 0, (128, 256, 8, 1, 1), 1, 1),
-    (8, 5448561, (64, 256, 16, 1, 1), 1, 2),
-    (8, 29058991, (64, 256, 8, 1, 1), 1, 2),
-    (8, 0, (64, 512, 8, 1, 1), 1, 1),
-    (16, 766204, (64, 256, 8, 1, 1), 1, 2),
-    (16, 29058991, (64, 256, 16, 1, 1), 1, 2),
-    (16, 0, (64, 512, 16, 1, 1), 1, 1),
-    (32, 766204, (64, 256, 8, 1, 1), 1, 2),
-    (32, 29058991, (64, 256, 16, 1, 1), 1, 2),
-    (32, 67370498, (128, 256, 32, 1, 1), 1, 1),
-    (32, 0, (128, 128, 32, 2, 1), 2, 1),
-    (64, 766204, (64, 256, 16, 1, 1), 1, 2),
-    (64, 5448561, (128, 128, 32, 1, 1), 1, 2),
-    (64, 67370498, (128, 128, 64, 2, 1), 1, 1),
-    (64, 0, (256, 128, 64, 2, 1), 1, 1),
-    (128, 766204, (128, 128, 32, 1, 1), 1, 4),
-    (128, 29058991, (128, 128, 64, 1, 1), 1, 2),
-    (128, 0, (128, 128, 128, 2, 1), 1, 1),
-    (256, 766204, (128, 128, 64, 1, 1), 1, 4),
-    (256, 5448561, (128, 128, 64, 2, 1), 2, 1),
-    (256, 29058991, (128, 128, 128, 2, 1), 1, 1),
-    (256, 332171930, (128, 64, 256, 2, 1), 1, 1),
-    (256, 0, (128, 128, 128, 2, 1), 1, 1),
-    (512, 766204, (128, 128, 64, 1, 1), 1, 2),
-    (512, 5448561, (256, 128, 64, 1, 1), 1, 1),
-    (512, 67370498, (128, 128, 128, 2, 1), 1, 1),
-    (512, 145536909, (128, 64, 256, 1, 1), 1, 1),
-    (512, 332171930, (128, 128, 128, 2, 1), 1, 1),
-    (512, 0, (128, 64, 256, 2, 1), 1, 1),
-    (1024, 766204, (128, 128, 64, 2, 1), 2, 1),
-    (1024, 5448561, (192, 64, 128, 1, 1), 1, 1),
-    (1024, 67370498, (128, 64, 256, 2, 1), 1, 1),
-    (1024, 145536909, (128, 64, 256, 1, 1), 1, 1),
-    (1024, 332171930, (128, 128, 128, 2, 1), 1, 1),
-    (1024, 0, (128, 64, 256, 2, 1), 1, 1),
-    (2048, 766204, (256, 128, 64, 2, 1), 1, 1),
-    (2048, 5448561, (192, 64, 128, 1, 1), 1, 1),
-    (2048, 0, (128, 64, 256, 1, 1), 1, 1),
-    (4096, 766204, (192, 64, 128, 2, 1), 2, 1),
-    (4096, 29058991, (128, 64, 256, 1, 1), 1, 1),
-    (4096, 67370498, (128, 64, 256, 2, 1), 1, 1),
-    (4096, 145536909, (128, 64, 256, 1, 1), 1, 1),
-    (4096, 332171930, (128, 64, 256, 2, 1), 1, 1),
-    (4096, 0, (128, 64, 256, 1, 1), 1, 1),
-)
-"""Up to which batch and how many weights (0: any), which tile, how many thread blocks a multiprocessor, and how
-many in a cluster that shares a row tile. The first row that fits counts, of larger batches the last. Printed by
-benchmarks/tune_fpx.py --table from benchmarks/results/fpx-tune-h200.json: other shapes are as the measured one that is
-nearest in size."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +72,9 @@ class _CPlan(ctypes.Structure):
 class Gemm:
     """The kernel for one format, one type of x and one device architecture."""
 
+    table = "fp6_e3m2"
+    """Whose tiles it takes, of tiles.TILES."""
+
     def __init__(self, path: Path) -> None:
         self._c = ctypes.CDLL(str(path))
         self._c.fpx_error.restype = ctypes.c_char_p
@@ -162,6 +103,11 @@ class Gemm:
                 f"the compiled kernel does not run here ({reason}); "
                 "update the driver, or install a CUDA compiler that is not newer than it"
             )
+
+    @property
+    def fused_batch(self) -> int:
+        """The largest batch that `linear` should be given."""
+        return FUSED_BATCH[self.table]
 
     def free_counter_sets(self) -> int:
         """How many more streams and graphs can have counters of their own on the current device."""
@@ -200,7 +146,7 @@ class Gemm:
             out_features,
             x.shape[1],
             x.shape[0],
-            _stream(x),
+            current_stream(x),
         )
         self._check(code)
         return y
@@ -222,20 +168,24 @@ class Library(Gemm):
     def prepack(self, stream: Tensor, packed: Tensor, out_features: int, in_features: int) -> None:
         """Writes `packed` from a checkpoint's stream, which is aligned to 16 bytes."""
         self._check(
-            self._c.fpx_prepack(stream.data_ptr(), packed.data_ptr(), out_features, in_features, _stream(packed))
+            self._c.fpx_prepack(stream.data_ptr(), packed.data_ptr(), out_features, in_features, current_stream(packed))
         )
 
     def unprepack(self, packed: Tensor, stream: Tensor, out_features: int, in_features: int) -> None:
         """Writes `stream`: the inverse of prepack."""
         self._check(
-            self._c.fpx_unprepack(packed.data_ptr(), stream.data_ptr(), out_features, in_features, _stream(packed))
+            self._c.fpx_unprepack(
+                packed.data_ptr(), stream.data_ptr(), out_features, in_features, current_stream(packed)
+            )
         )
 
     def dequantize(self, packed: Tensor, scale: Tensor, dense: Tensor, first_row: int, out_features: int) -> None:
         """Writes rows first_row (a multiple of 64) and on of the weight to `dense` [rows, in]."""
         end, in_features = first_row + dense.shape[0], dense.shape[1]
         pointers = packed.data_ptr(), scale.data_ptr(), dense.data_ptr()
-        self._check(self._c.fpx_dequantize(*pointers, first_row, end, out_features, in_features, _stream(packed)))
+        self._check(
+            self._c.fpx_dequantize(*pointers, first_row, end, out_features, in_features, current_stream(packed))
+        )
 
 
 @functools.lru_cache(4096)
@@ -244,7 +194,8 @@ def _c_plan(plan: Plan) -> _CPlan:
     return _CPlan(plan.variant.index, plan.blocks_per_sm, plan.memory_sharers, *numbers)
 
 
-def _stream(tensor: Tensor) -> int:
+def current_stream(tensor: Tensor) -> int:
+    """The handle of the stream that work on a tensor's device goes to now."""
     return torch.cuda.current_stream(tensor.device).cuda_stream
 
 
@@ -283,8 +234,8 @@ def load_all(device: torch.device) -> dict[tuple[str, torch.dtype], Library]:
 
 @functools.lru_cache(4096)
 def plan(library: Gemm, out_features: int, in_features: int, batch: int, dependent: bool = False) -> Plan:
-    """What TILES says of a shape, or the nearest tile that fits the current device."""
-    tile, blocks, cluster = chosen_tile(out_features * in_features, batch)
+    """What tiles.TILES says of a shape, or the nearest tile that fits the current device."""
+    tile, blocks, cluster = chosen_tile(library.table, out_features * in_features, batch)
     fitting = [v for v in library.variants if library.stages(Plan(v))]
     batches = {v.batch for v in fitting}
     nearest = max((b for b in batches if b <= tile[2]), default=min(batches))
@@ -303,9 +254,3 @@ def plan(library: Gemm, out_features: int, in_features: int, batch: int, depende
 def sharers_of(cluster: int, variant: Variant) -> int:
     """Clusters are for small weights, whose kernels are short: where stages are small, they leave room for the next."""
     return 2 if cluster > 1 and not variant.wgmma else 0
-
-
-def chosen_tile(weights: int, batch: int) -> tuple[Tile, int, int]:
-    """(tile, thread blocks a multiprocessor, blocks in a cluster) by TILES for a weight of so many elements."""
-    rows = (row for row in TILES if batch <= row[0] and (not row[1] or weights <= row[1]))
-    return next(rows, TILES[-1])[2:]

@@ -171,7 +171,7 @@ struct WgmmaSums {
     decode_part<0>(lane, a[0]);
     if constexpr (kParts == 1 && kTiles > 1) load_tile<1>(stage, lane);
     for (; at.k < at.end; ++at.k) {
-      const uint64_t x = x_descriptor(stage + x_chunk);
+      const uint32_t x = x_descriptor(stage + x_chunk);
       unrolled<kTiles * kParts>([&](auto n) {
         constexpr int kTile = n / kParts, kPart = n % kParts, kChunk_ = kTile / Tile::kMTiles;
         unrolled<kTogether>([&](auto i) {

@@ -1,7 +1,7 @@
 // Filling the stages in shared memory ahead of the multiplication: by the copy engine on sm_90, else by cp.async.
 //
 // Both pipelines walk the same units in the same order as the threads that multiply. A stage (schedule.cuh) is always
-// whole: zeros where x or the weight's inner dimension ends. Strips past the end of the outputs are left as they were.
+// whole: zeros where x or the weight's inner dimension ends. Strips past the end of the outputs are zeros or left as they were.
 #pragma once
 
 #include "ptx.cuh"
@@ -76,6 +76,11 @@ struct Weights {
   }
 };
 
+// Strips of which what is not there is zeros. Where old words would only give numbers that nobody stores, they stay; where
+// they would say where to read, they must not.
+template <class F, class Tile>
+constexpr int zeroed_strips = F::kMostOverflow > 0 ? Tile::kStrips : 0;
+
 // Where the overflow of a strip's chunks lies, in bytes, from a multiple of 16 to one.
 struct Range {
   uint32_t begin, bytes;
@@ -118,6 +123,7 @@ struct Ranges {
 template <class F, class Tile>
 struct BulkPipeline {
   static constexpr int kExtraThreads = Tile::kRegisters ? 4 * kLanes : kLanes;  // registers are given by warpgroups
+  static constexpr int kZeroed = zeroed_strips<F, Tile>;
 
   uint32_t stages, barriers;  // shared addresses
   int stage = 0;
@@ -162,7 +168,7 @@ struct BulkPipeline {
         barrier_wait(empty(stage), parity ^ 1);
         const Weights<F, Tile> weights(p, at);
         const uint32_t to = address() + Tile::template weight_offset<F>(0, 0, 0);
-        if (weights.chunks < Tile::kStageChunks) zero_end(to, weights, lane);
+        if (weights.chunks < Tile::kStageChunks || weights.strips < kZeroed) zero_end(to, weights, lane);
         if (lane == 0) {
           const int bytes = weights.chunks * F::kChunkBytes;
           barrier_arrive_expecting(full(stage), weights.strips * bytes + more + Tile::kXBytes);
@@ -235,11 +241,14 @@ struct BulkPipeline {
       for (; at.k < at.end && count > 0; ++at.k, ++first.stage, --count) first.copy_x(p, at, policy);
   }
 
-  // The end of the inner dimension. By ordinary stores, which the fence orders before the engine's later copies.
+  // The end of the inner dimension, and of the outputs. By ordinary stores, which the fence orders before the engine's
+  // later copies.
   FPX_DEVICE static void zero_end(uint32_t to, const Weights<F, Tile>& weights, int lane) {
-    for (int strip = 0; strip < weights.strips; ++strip)
-      for (int b = weights.chunks * F::kChunkBytes + 16 * lane; b < Tile::kStageChunks * F::kChunkBytes; b += 16 * kLanes)
+    for (int strip = 0; strip < max(weights.strips, kZeroed); ++strip) {
+      const int first = strip < weights.strips ? weights.chunks * F::kChunkBytes : 0;
+      for (int b = first + 16 * lane; b < Tile::kStageChunks * F::kChunkBytes; b += 16 * kLanes)
         store_zeros_128(to + strip * Tile::kStageChunks * F::kChunkBytes + b);
+    }
     fence_for_copies();
     __syncwarp();
   }
@@ -294,11 +303,11 @@ struct AsyncPipeline {
       const Weights<F, Tile> weights(p, ahead);
       const uint32_t to = stages + stage_ahead * Tile::template bytes<F>();
       constexpr int kStripBytes = Tile::kStageChunks * F::kChunkBytes;
-      for (int strip = 0; strip < weights.strips; ++strip)
+      for (int strip = 0; strip < max(weights.strips, zeroed_strips<F, Tile>); ++strip)
         for (int b = 16 * threadIdx.x; b < kStripBytes; b += 16 * Tile::kThreads) {
-          const bool valid = b < weights.chunks * F::kChunkBytes;
+          const bool valid = strip < weights.strips && b < weights.chunks * F::kChunkBytes;
           copy_16_async(to + Tile::template weight_offset<F>(strip, 0, 0) + b,
-                        weights.from + strip * weights.strip_bytes + (valid ? b : 0), valid);
+                        weights.from + (valid ? strip * weights.strip_bytes + b : 0), valid);
         }
       if constexpr (F::kMostOverflow > 0)
         for (int strip = 0; strip < weights.strips; ++strip) {

@@ -194,3 +194,17 @@ def test_it_compiles_and_is_what_torch_expects():
     opcheck(OPS.mixed_linear, weight.arguments(x))
     compiled = torch.compile(lambda x: weight.linear(2 * x) + 1, fullgraph=True)
     torch.testing.assert_close(compiled(x), weight.linear(2 * x) + 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("shape", [(1, 16), (129, 1001), (1000, 2504), (4096, 4096)], ids=str)
+def test_the_dense_weight_is_that_of_the_cpu(shape, kind, dtype, kernels):
+    weight = Weight(shape, kind)
+    dense = torch.full(shape, float("nan"), dtype=dtype, device=CUDA)
+    kernels[weight.high > 0, dtype].dequantize(*weight.nested, weight.scale, dense=dense, first_row=0)
+    assert torch.equal(dense, unpack(weight.t, dtype))
+    if shape[0] > 128:
+        part = torch.full((shape[0] - 128, shape[1]), float("nan"), dtype=dtype, device=CUDA)
+        kernels[weight.high > 0, dtype].dequantize(*weight.nested, weight.scale, dense=part, first_row=128)
+        assert torch.equal(part, dense[128:])

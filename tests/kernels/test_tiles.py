@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fpquant.kernels.tc_fpx import library
+from fpquant.kernels.tc_fpx.tiles import TILES, chosen_tile
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -34,9 +34,11 @@ def times(batch, shape, **of_tile):
     return [row | {"us": us, "tile": tiles[t]} for t, us in of_tile.items()]
 
 
-def test_the_table_is_made_from_the_measurements(table):
-    measured = json.loads((BENCHMARKS / "results" / "fpx-tune-h200.json").read_text())
-    assert tuple(table(measured["results"]["times"])) == library.TILES
+@pytest.mark.parametrize(("weights", "results"), [("fp6_e3m2", "fpx-tune-h200"), ("nvfp4/fp8", "mixed-tune-h200")])
+def test_the_table_is_made_from_the_measurements(weights, results, table):
+    measured = json.loads((BENCHMARKS / "results" / f"{results}.json").read_text())["results"]
+    assert measured["format"] == weights
+    assert tuple(table(measured["times"])) == TILES[weights]
 
 
 def test_a_shape_gets_a_tile_of_its_own_only_where_that_is_clearly_faster(table):
@@ -60,10 +62,11 @@ def test_the_fused_kernel_is_used_as_long_as_it_is_faster_over_all_shapes(tune):
     assert tune.fused_batch(times(64, "7b.o", small=1)) == 0
 
 
+@pytest.mark.parametrize("table", TILES)
 @pytest.mark.parametrize("weights", [1, 192 * 576, 4096 * 4096, 57344 * 8192, 1 << 40])
-def test_every_shape_and_batch_has_a_tile(weights):
+def test_every_shape_and_batch_has_a_tile(weights, table):
     for batch in [*range(1, 300), 1000, 5000]:
-        (_, _, tile_batch, *_), blocks, cluster = library.chosen_tile(weights, batch)
-        assert blocks in (1, 2) and cluster in (1, 2, 4)
+        (_, _, tile_batch, *_), blocks, cluster = chosen_tile(table, weights, batch)
+        assert blocks in (1, 2, 3, 4) and cluster in (1, 2, 4)
         if weights >= 4096 * 4096:  # smaller ones stay in the cache
             assert tile_batch >= min(batch, 16), "no weight is read twice for a batch that one small tile holds"
