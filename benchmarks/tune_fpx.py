@@ -56,12 +56,13 @@ def table(times: list[dict[str, Any]]) -> list[tuple[int, int, tuple[int, ...], 
     for batch in sorted({key[0] for key in found}):
         sizes = sorted({key[1] for key in found if key[0] == batch})
         by_size = {size: {key[2]: us for key, us in found.items() if key[:2] == (batch, size)} for size in sizes}
-        everywhere = set.intersection(*(set(of_size) for of_size in by_size.values()))
-        common = min(everywhere, key=lambda t: math.prod(of_size[t] for of_size in by_size.values()))
+        everywhere = set.intersection(*(set(times) for times in by_size.values()))
+        common = min(everywhere, default=None, key=lambda t: math.prod(times[t] for times in by_size.values()))
         chosen: list[Choice] = []
         for size in sizes:
-            best = min(by_size[size], key=by_size[size].__getitem__)
-            chosen.append(best if by_size[size][best] * CLEARLY < by_size[size][common] else common)
+            of_size = by_size[size]
+            best = min(of_size, key=of_size.__getitem__)
+            chosen.append(best if common is None or of_size[best] * CLEARLY < of_size[common] else common)
         ends = [
             round(math.sqrt(a * b)) for (a, b), (t, u) in zip(pairs(sizes), pairs(chosen), strict=True) if t != u
         ] + [0]
@@ -81,8 +82,14 @@ def fused_batch(times: list[dict[str, Any]]) -> int:
     for batch in sorted({r["batch"] for r in times if r["tile"] is None}):
         ratio = 1.0
         for shape in {r["shape"] for r in times}:
-            here = [r for r in times if (r["shape"], r["batch"]) == (shape, batch)]
-            ratio *= min(r["us"] for r in here if r["tile"]) / min(r["us"] for r in here if not r["tile"])
+            fused, dense = (
+                min(
+                    (r["us"] for r in times if (r["shape"], r["batch"], r["tile"] is None) == (shape, batch, d)),
+                    default=None,
+                )
+                for d in (False, True)
+            )
+            ratio *= 1 if fused is None or dense is None else fused / dense
         if ratio > 1:
             break
         up_to = batch
@@ -141,20 +148,23 @@ def candidates(kernel: Kernel, out_features: int, batch: int) -> Iterator[librar
             continue
         tiles = -(-out_features // variant.rows) * -(-batch // variant.batch)
         clusters = [c for c in (2, 4) if c * tiles <= 300]  # so that all blocks run at once
-        several = (1,) if variant.split > 1 else (1, 2, 3, 4) if batch <= 64 else (1, 2)
+        several = (1, 2, 3, 4) if batch <= 64 else (1, 2)
         for blocks, cluster in [*((b, 1) for b in several), *((1, c) for c in clusters)]:
             plan = library.Plan(variant, blocks, library.sharers_of(cluster, variant), cluster=cluster)
             if kernel.stages(plan):
                 yield plan
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The results so far, after every shape and batch."""
     dtype, defines = getattr(torch, args.dtype), dict(d.split("=") for d in args.define)
     if args.format == MIXED:
         kernel: Kernel = mixed_library.load(True, dtype, DEVICE)
     else:
         kernel = library.load(args.format, dtype, DEVICE, tuple(defines.items()))
-    rows = []
+    rows: list[dict[str, Any]] = []
+    numbers = {"byte_values": args.byte_values, "defines": defines}
+    settings = {"format": args.format, "dtype": args.dtype, **numbers}
     weights = {name: random_weights(args, SHAPES[name]) for name in args.shapes}
     # Batch after batch, lest a large one of one shape heats the card before a small one of the next.
     for batch, (shape_name, copies) in itertools.product(args.batches, weights.items()):
@@ -179,13 +189,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             print(f"  {f['us']:7.1f} {name}", end="")
         print(flush=True)
         rows += found
-    return {
-        "format": args.format,
-        "dtype": args.dtype,
-        "byte_values": args.byte_values,
-        "defines": defines,
-        "times": rows,
-    }
+        yield settings | {"times": rows}
 
 
 def main() -> None:
@@ -208,7 +212,9 @@ def main() -> None:
         if fused := fused_batch(times):
             print(f"FUSED_BATCH = {fused}")
     else:
-        print(write_results(args.name, measure(args), args.json))
+        for results in measure(args):
+            target = write_results(args.name, results, args.json)
+        print(target)
 
 
 if __name__ == "__main__":

@@ -48,15 +48,25 @@ __global__ void __launch_bounds__(kStripTiles* kLanes)
     const int column = chunk * kChunk + 16 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (row0 + r >= end_row || column >= in_features) continue;
-      uint32_t pairs[8];
+      uint32_t pairs[8], others[4];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const uint32_t pair = a[n / 2][n % 2 * 2 + r];
         pairs[n] = from_floats<T>(to_float<T>(pair & 0xFFFF) * factor[r], to_float<T>(pair >> 16) * factor[r]);
       }
+      // Two lanes at a time write a block of one of them, so that each store fills whole sectors.
+      const bool odd = lane % 2;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) others[n] = __shfl_xor_sync(~0u, odd ? pairs[n] : pairs[4 + n], 1);
+      if (row0 + r >= end_row || column >= in_features) continue;
       uint16_t* to = dense + size_t(row0 + r - first_strip * kStripRows) * in_features + column;
-      if (in_features % 16 == 0) {
+      if (in_features % kChunk == 0) {
+        const uint4 first_half = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        const uint4 second_half = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+        const uint4 other = make_uint4(others[0], others[1], others[2], others[3]);
+        reinterpret_cast<uint4*>(to)[odd ? -1 : 0] = odd ? other : first_half;
+        reinterpret_cast<uint4*>(to)[odd ? 1 : 2] = odd ? second_half : other;
+      } else if (in_features % 16 == 0) {
         reinterpret_cast<uint4*>(to)[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         reinterpret_cast<uint4*>(to)[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
       } else {

@@ -11,13 +11,13 @@ FPX_DEVICE float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + 
 template <class Tile>
 constexpr int kGroupThreads = Tile::kThreads / Tile::kGroups;
 template <class Tile>
-constexpr int kGroupRows = Tile::kRows / (Tile::kGroups / Tile::kSplit);
+constexpr int kGroupRows = Tile::kRows / Tile::kGroups;
 template <class Tile>
 FPX_DEVICE int this_group() { return Tile::kGroups == 1 ? 0 : threadIdx.x / kGroupThreads<Tile>; }
 template <class Tile>
 FPX_DEVICE int thread_of_group() { return threadIdx.x % kGroupThreads<Tile>; }
 template <class Tile>
-FPX_DEVICE int first_row_of_group() { return this_group<Tile>() / Tile::kSplit * kGroupRows<Tile>; }
+FPX_DEVICE int first_row_of_group() { return this_group<Tile>() * kGroupRows<Tile>; }
 template <class Tile>
 FPX_DEVICE void sync_group() { sync_group(this_group<Tile>(), kGroupThreads<Tile>); }
 
@@ -171,7 +171,7 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
   };
 
   if constexpr (kBulk)
-    if (p.cluster > 0) {
+    if (p.cluster > 1) {
       const ClusterSums others(p, shared_address(sums) + p.sent_offset, sums_barrier, fours);
       if (others.rank == 0) others.await();
 #pragma unroll 1
@@ -217,37 +217,30 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, const MmaSums<F, T, Ti
 }
 
 #if FPX_ARCH == 90
-// The end of a row tile that groups and a cluster's blocks share, by wgmma. Each of them, in the order of their inputs, sums
-// and stores a part of the batch rows: fours from .. to of each thread and strip.
+// The end of a row tile that a cluster's blocks share, by wgmma: each sums and stores a part of the batch rows, fours
+// from .. to of each thread and strip, in the order of the blocks.
 template <class F, class T, class Tile>
 FPX_DEVICE void sum_in_cluster(const Problem& p, WgmmaSums<F, T, Tile>& mine, uint32_t received, uint32_t barrier,
                                int& from, int& to) {
-  constexpr int kFours = Tile::kBatch / 8, kSplit = Tile::kSplit;
-  constexpr int kThreads = Tile::kThreads / kSplit;  // that have results of different rows
-  const int all = p.cluster * kSplit, part = divide_up(kFours, all), bytes = part * Tile::kMTiles * kThreads * 16;
-  const int me = cluster_rank() * kSplit + this_group<Tile>() % kSplit;
-  const int thread = this_group<Tile>() / kSplit * kGroupThreads<Tile> + thread_of_group<Tile>();
-  // Where, in the owner's memory, fours of a sender's are.
-  const auto place = [&](int owner, int sender, int m, int n) {
-    const int slot = owner % kSplit * (all - 1) + (sender > owner ? sender - 1 : sender);
-    return received + slot * bytes + ((m * part + n - owner * part) * kThreads + thread) * 16;
+  constexpr int kFours = Tile::kBatch / 8;
+  const int rank = cluster_rank(), part = divide_up(kFours, p.cluster), bytes = part * Tile::kMTiles * Tile::kThreads * 16;
+  from = rank * part, to = min(kFours, from + part);
+  const auto place = [&](int block, int m, int n) {  // of a four of another block, n counted from the part's first
+    return (block > rank ? block - 1 : block) * bytes + ((m * part + n) * Tile::kThreads + threadIdx.x) * 16;
   };
-  from = min(kFours, me * part), to = min(kFours, from + part);
-  if (threadIdx.x == 0) {
-    const int first = min(kFours, me * part), end = min(kFours, (me + kSplit) * part);  // of all groups here
-    barrier_arrive_expecting(barrier, (all - 1) * (end - first) * Tile::kMTiles * kThreads * 16);
-  }
+  if (threadIdx.x == 0)
+    barrier_arrive_expecting(barrier, (p.cluster - 1) * max(0, to - from) * Tile::kMTiles * Tile::kThreads * 16);
   cluster_wait();  // all have started
 #pragma unroll
   for (int n = 0; n < kFours; ++n) {
-    const int owner = n / part;
-    if (owner == me) continue;
-    const uint32_t barrier_there = address_at_block(barrier, owner / kSplit);
+    const int owner = n / part, block = rank > owner ? rank - 1 : rank;  // there, this block is that number among the others
+    if (owner == rank) continue;
+    const uint32_t there = address_at_block(received + block * bytes, owner), barrier_there = address_at_block(barrier, owner);
 #pragma unroll
     for (int m = 0; m < Tile::kMTiles; ++m) {
       const float* d = mine.d[m] + 4 * n;
-      store_at_block(address_at_block(place(owner, me, m, n), owner / kSplit), make_float4(d[0], d[1], d[2], d[3]),
-                     barrier_there);
+      store_at_block(there + ((m * part + n - owner * part) * Tile::kThreads + threadIdx.x) * 16,
+                     make_float4(d[0], d[1], d[2], d[3]), barrier_there);
     }
   }
   barrier_wait_for_cluster(barrier, 0);
@@ -258,9 +251,9 @@ FPX_DEVICE void sum_in_cluster(const Problem& p, WgmmaSums<F, T, Tile>& mine, ui
     for (int m = 0; m < Tile::kMTiles; ++m) {
       float* d = mine.d[m] + 4 * n;
       const float4 own = make_float4(d[0], d[1], d[2], d[3]);
-      float4 sum = me == 0 ? own : load_float4(place(me, 0, m, n));
-      for (int sender = 1; sender < all; ++sender)
-        sum = add(sum, sender == me ? own : load_float4(place(me, sender, m, n)));
+      float4 sum = rank == 0 ? own : load_float4(received + place(0, m, n - from));
+      for (int block = 1; block < p.cluster; ++block)
+        sum = add(sum, block == rank ? own : load_float4(received + place(block, m, n - from)));
       d[0] = sum.x, d[1] = sum.y, d[2] = sum.z, d[3] = sum.w;
     }
   }
@@ -280,7 +273,7 @@ FPX_DEVICE void finish(const Problem& p, const Piece& at, WgmmaSums<F, T, Tile>&
   };
   const auto add_to = [](float* d, float4 four) { d[0] += four.x, d[1] += four.y, d[2] += four.z, d[3] += four.w; };
   int from_four = 0, to_four = kFours;  // of a strip, what this block stores
-  if (Tile::kClusters && p.cluster > 0) {
+  if (Tile::kClusters && p.cluster > 1) {
     epilogue.share(p, factors);
     sync_group<Tile>();
     if constexpr (Tile::kClusters)

@@ -38,7 +38,7 @@ using Pipeline = std::conditional_t<kBulk, BulkPipeline<F, Tile>, AsyncPipeline<
 // Shared memory: barriers, factors and biases, the sums of warps, the stages.
 constexpr int kBarrierBytes = 2 * kMaxStages * 8 + 16;  // and that of the cluster's sums
 template <class Tile>
-constexpr int kFactorBytes = 2 * Tile::kRows * Tile::kSplit * 4;
+constexpr int kFactorBytes = 2 * Tile::kRows * 4;
 template <class Tile>
 constexpr int kFixedBytes = (kBarrierBytes + kFactorBytes<Tile> + Tile::kSumBytes + 1023) / 1024 * 1024;
 
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Tile::kThreads + Pipeline<F, Tile>::kExtraThre
   const uint32_t base = shared_address(shared);
   const uint32_t sums_barrier = base + 2 * kMaxStages * 8;
   if constexpr (kBulk)
-    if (Tile::kClusters && p.cluster > 0) {  // blocks may write to each other's shared memory once all have started
+    if (Tile::kClusters && p.cluster > 1) {  // blocks may write to each other's shared memory once all have started
       if (threadIdx.x == 0) barrier_init(sums_barrier, 1), barrier_init_fence();
       __syncwarp();
       cluster_arrive();
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Tile::kThreads + Pipeline<F, Tile>::kExtraThre
 // The tiles to choose from.
 struct Variant {
   void (*kernel)(Problem);
-  int rows, stage_chunks, batch, share, split, threads, sums_offset, fixed_bytes, stage_bytes, least_stages;
+  int rows, stage_chunks, batch, share, threads, sums_offset, fixed_bytes, stage_bytes, least_stages;
   bool wgmma, clusters;
 };
 
@@ -95,7 +95,6 @@ constexpr Variant variant() {
           Tile::kStageChunks,
           Tile::kBatch,
           Tile::kShare,
-          Tile::kSplit,
           Tile::kThreads + Pipeline<Format_, Tile>::kExtraThreads,
           kBarrierBytes + kFactorBytes<Tile>,
           kFixedBytes<Tile>,
@@ -111,9 +110,6 @@ const Variant kVariants[] = {
     variant<MmaTile<4, 2, 4, 4>>(),
 #if FPX_ARCH == 90
     variant<MmaTile<4, 1, 4, 4>>(), variant<MmaTile<4, 1, 8, 4>>(),
-    variant<WgmmaTile<2, 1, 2, 32, 1, 1, 2>>(), variant<WgmmaTile<4, 1, 4, 32, 1, 1, 4>>(),
-    variant<WgmmaTile<2, 1, 2, 64, 1, 1, 2>>(), variant<WgmmaTile<4, 1, 4, 64, 1, 1, 4>>(),
-    variant<WgmmaTile<2, 1, 2, 128, 1, 1, 2>>(),
     variant<WgmmaTile<2, 1, 2, 32, 2>>(), variant<WgmmaTile<2, 1, 2, 32, 2, 2>>(),
     variant<WgmmaTile<2, 1, 2, 64>>(), variant<WgmmaTile<2, 1, 2, 64, 1, 2>>(),
     variant<WgmmaTile<4, 1, 2, 64>>(), variant<WgmmaTile<4, 1, 2, 64, 1, 2>>(),
@@ -178,19 +174,14 @@ int stages_that_fit(const DeviceState& s, const Variant& v, int sharers, int bes
   return bytes < v.fixed_bytes || stages < least ? 0 : stages < most ? stages : most;
 }
 
-// What a block of a cluster is sent: sums of its part of the batch by wgmma, by all groups; else the first block of all.
+// What a block of a cluster is sent: sums of its part of the batch by wgmma, else the first block of all.
 int sent_bytes(const Variant& v, int cluster) {
-  if (!v.wgmma) return (cluster - 1) * v.rows * v.batch * 4;
-  const int all = cluster * v.split;
-  return v.split * (all - 1) * v.rows * 8 * divide_up(v.batch / 8, all) * 4;
+  return (cluster - 1) * v.rows * (v.wgmma ? 8 * divide_up(v.batch / 8, cluster) : v.batch) * 4;
 }
 
-// Whether row tiles are a cluster's, of one block or more.
-bool by_clusters(const Variant& v, int cluster) { return cluster > 1 || v.split > 1; }
-
 int stages_of_plan(const DeviceState& s, const Variant& v, int sharers, int cluster) {
-  if (cluster < 1 || cluster > 8 || (by_clusters(v, cluster) && !(v.clusters && kBulk))) return 0;
-  return stages_that_fit(s, v, sharers, by_clusters(v, cluster) ? sent_bytes(v, cluster) : 0);
+  if (cluster < 1 || cluster > 8 || (cluster > 1 && !(v.clusters && kBulk))) return 0;
+  return stages_that_fit(s, v, sharers, sent_bytes(v, cluster));
 }
 
 #if FPX_ARCH >= 90
@@ -231,13 +222,13 @@ struct Launch {
 
   Launch(const Variant& v, const Problem& p, dim3 blocks, cudaStream_t stream) {
     config.gridDim = blocks, config.blockDim = dim3(v.threads), config.stream = stream;
-    config.dynamicSmemBytes = v.fixed_bytes + p.stages * v.stage_bytes + (p.cluster > 0 ? sent_bytes(v, p.cluster) : 0);
+    config.dynamicSmemBytes = v.fixed_bytes + p.stages * v.stage_bytes + sent_bytes(v, p.cluster);
     config.attrs = attributes;
     if (p.dependent && kBulk) {
       cudaLaunchAttribute& a = attributes[config.numAttrs++];
       a.id = cudaLaunchAttributeProgrammaticStreamSerialization, a.val.programmaticStreamSerializationAllowed = 1;
     }
-    if (const int size = v.share > 1 ? v.share : p.cluster; size > 0) {  // of one block too: else there are no clusters
+    if (const int size = v.share > 1 ? v.share : p.cluster; size > 1) {
       cudaLaunchAttribute& a = attributes[config.numAttrs++];
       a.id = cudaLaunchAttributeClusterDimension;
       a.val.clusterDim.x = size, a.val.clusterDim.y = a.val.clusterDim.z = 1;
@@ -277,11 +268,11 @@ const char* fpx_error(int code) { return cudaGetErrorString(cudaError_t(code)); 
 
 int fpx_variant_count() { return kVariantCount; }
 
-// {rows, stage inputs, batch, blocks that share x, groups that share rows, by wgmma} of a variant.
+// {rows, stage inputs, batch, blocks that share x, by wgmma} of a variant.
 void fpx_variant(int index, int* out) {
   const Variant& v = kVariants[index];
-  const int values[] = {v.rows, v.stage_chunks * kChunk, v.batch, v.share, v.split, v.wgmma};
-  for (int i = 0; i < 6; ++i) out[i] = values[i];
+  const int values[] = {v.rows, v.stage_chunks * kChunk, v.batch, v.share, v.wgmma};
+  for (int i = 0; i < 5; ++i) out[i] = values[i];
 }
 
 // Pipeline stages that a variant has on the current device where `sharers` blocks share a multiprocessor's memory and
@@ -332,9 +323,8 @@ int fpx_linear(const fpx_plan* plan, const void* packed, const void* overflow, c
   p.dependent = plan->dependent;
   const int units = divide_up(p.chunks, v.stage_chunks), batch_tiles = divide_up(batch, v.batch);
   p.units = Divisor(units);
-  const int cluster = plan->cluster < units ? plan->cluster : units;
-  p.cluster = by_clusters(v, cluster) ? cluster : 0;
-  p.stages = stages_of_plan(*state, v, plan->sharers, cluster);
+  p.cluster = plan->cluster < units ? plan->cluster : units;
+  p.stages = stages_of_plan(*state, v, plan->sharers, p.cluster);
   if (!p.stages) return cudaErrorInvalidConfiguration;
   if (plan->max_stages && p.stages > plan->max_stages)
     p.stages = plan->max_stages > v.least_stages ? plan->max_stages : v.least_stages;
@@ -346,7 +336,7 @@ int fpx_linear(const fpx_plan* plan, const void* packed, const void* overflow, c
   if (cudaError_t error = map_x(p, v)) return error;
   const int row_tiles = divide_up(out_features, v.rows * v.share), total = row_tiles * units;
 
-  if (p.cluster > 0) {
+  if (p.cluster > 1) {
     p.partials = nullptr, p.counters = nullptr, p.split = Split(units, p.cluster);
     p.sent_offset = v.fixed_bytes - v.sums_offset + p.stages * v.stage_bytes;
     return launch(v, p, dim3(row_tiles * p.cluster, batch_tiles), stream);

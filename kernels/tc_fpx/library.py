@@ -24,19 +24,18 @@ C_TYPES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
 @dataclass(frozen=True)
 class Variant:
     """A tile of the kernel: its part of the output [rows, batch], the inputs of a pipeline stage, how many blocks of
-    a cluster, with rows of their own each, share x, and how many groups of warps divide the inputs of a stage."""
+    a cluster, with rows of their own each, share x."""
 
     index: int
     rows: int
     stage_inputs: int
     batch: int
     share: int = 1
-    split: int = 1
     wgmma: bool = False
 
     @property
     def tile(self) -> Tile:
-        return self.rows, self.stage_inputs, self.batch, self.share, self.split
+        return self.rows, self.stage_inputs, self.batch, self.share
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,10 @@ class Gemm:
         self.variants = [self._variant(i) for i in range(self._c.fpx_variant_count())]
 
     def _variant(self, index: int) -> Variant:
-        values = (ctypes.c_int * 6)()
+        values = (ctypes.c_int * 5)()
         self._c.fpx_variant(index, values)
-        rows, inputs, batch, share, split, wgmma = values
-        return Variant(index, rows, inputs, batch, share, split, bool(wgmma))
+        rows, inputs, batch, share, wgmma = values
+        return Variant(index, rows, inputs, batch, share, bool(wgmma))
 
     def stages(self, plan: Plan) -> int:
         """Pipeline stages that a plan has on the current device; 0: it does not fit there."""
@@ -239,10 +238,10 @@ def plan(library: Gemm, out_features: int, in_features: int, batch: int, depende
     fitting = [v for v in library.variants if library.stages(Plan(v))]
     batches = {v.batch for v in fitting}
     nearest = max((b for b in batches if b <= tile[2]), default=min(batches))
-    rows, inputs, _, share, split = tile
+    rows, inputs, _, share = tile
     best = min(
         (v for v in fitting if v.batch == nearest),
-        key=lambda v: (abs(v.split - split), abs(v.share - share), abs(v.rows - rows), abs(v.stage_inputs - inputs)),
+        key=lambda v: (abs(v.share - share), abs(v.rows - rows), abs(v.stage_inputs - inputs)),
     )
     candidates = (
         Plan(best, blocks, sharers_of(cluster, best), cluster=cluster, dependent=dependent),

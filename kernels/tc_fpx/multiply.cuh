@@ -145,15 +145,16 @@ struct MmaSums {
 template <class F, class T, class Tile>
 struct WgmmaSums {
   static constexpr int kTogether = Tile::kTogether, kParts = kSteps / kTogether;  // parts of a tile
-  static constexpr int kTiles = Tile::kGroupChunks * Tile::kMTiles;               // of a warp in a stage
+  static constexpr int kTiles = Tile::kStageChunks * Tile::kMTiles;               // of a warp in a stage
 
   using Lane_ = Lane<F, T, Tile>;
 
   float d[Tile::kMTiles][Tile::kBatch / 2];
   typename Lane_::Places places;
-  uint32_t x_chunk;  // after a stage's start
 
-  FPX_DEVICE WgmmaSums() : WgmmaSums(threadIdx.x / (4 * kLanes)) {}
+  FPX_DEVICE WgmmaSums() : places(threadIdx.x / (4 * kLanes) * Tile::kMTiles, 0, threadIdx.x / kLanes % 4) {
+    if (Tile::kMTiles > 1) places.keep();  // registers are short: else they spill
+  }
 
   FPX_DEVICE void clear() {
 #pragma unroll
@@ -171,7 +172,7 @@ struct WgmmaSums {
     decode_part<0>(lane, a[0]);
     if constexpr (kParts == 1 && kTiles > 1) load_tile<1>(stage, lane);
     for (; at.k < at.end; ++at.k) {
-      const uint32_t x = x_descriptor(stage + x_chunk);
+      const uint32_t x = x_descriptor(stage);
       unrolled<kTiles * kParts>([&](auto n) {
         constexpr int kTile = n / kParts, kPart = n % kParts, kChunk_ = kTile / Tile::kMTiles;
         unrolled<kTogether>([&](auto i) {
@@ -204,12 +205,6 @@ struct WgmmaSums {
   }
 
  private:
-  FPX_DEVICE explicit WgmmaSums(int group)
-      : places(group / Tile::kSplit * Tile::kMTiles, group % Tile::kSplit * Tile::kGroupChunks, threadIdx.x / kLanes % 4),
-        x_chunk(group % Tile::kSplit * Tile::kGroupChunks * Tile::kXChunkBytes) {
-    if (Tile::kMTiles > 1) places.keep();  // registers are short: else they spill
-  }
-
   template <int kPart>
   FPX_DEVICE void decode_part(const Lane_& lane, uint32_t (&a)[kTogether][4]) {
     unrolled<kTogether>([&](auto i) { lane.template decode<kPart * kTogether + i>(a[i]); });

@@ -37,7 +37,7 @@ struct Problem {
   int strips, chunks;
   int stages;
   bool dependent;         // weights may be read before the kernels before this one have ended
-  int cluster;            // blocks that share a row tile by their shared memory; 0: runs of `split` instead
+  int cluster;            // blocks that share a row tile by their shared memory; 1: runs of `split` instead
   int sent_offset;        // there, from a block's own sums to those of the others, after the stages
   Divisor units;          // of a row tile
   Split split;            // with clusters, of a row tile's units
@@ -54,7 +54,7 @@ FPX_DEVICE int own_row_tile(const Piece& at) { return at.row_tile * Tile::kShare
 template <class Tile>
 FPX_DEVICE Pieces pieces_of_block(const Problem& p) {
   const int worker = this_worker<Tile>();
-  if (!Tile::kClusters || p.cluster == 0)
+  if (!Tile::kClusters || p.cluster == 1)
     return Pieces::of_run(p.split.begin(worker), p.split.begin(worker + 1), p.units);
   const int rank = cluster_rank();
   return Pieces::of_one({int(cluster_id()), p.split.begin(rank), p.split.begin(rank + 1), 0});

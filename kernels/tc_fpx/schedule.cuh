@@ -52,7 +52,7 @@ struct Stage {
 template <int kMTiles_, int kRowWarps_, int kStageChunks_, int kNTiles_>
 struct MmaTile : Stage<kMTiles_ * kRowWarps_ / kStripTiles, kStageChunks_, 8 * kNTiles_> {
   static constexpr bool kWgmma = false;
-  static constexpr int kShare = 1, kSplit = 1;
+  static constexpr int kShare = 1;
   static constexpr bool kClusters = true;  // a row tile may be a cluster's
   static constexpr int kLeastStages = 1, kRegisters = 0, kCopierRegisters = 0;
   static constexpr int kMTiles = kMTiles_, kRowWarps = kRowWarps_, kNTiles = kNTiles_;
@@ -69,17 +69,14 @@ struct MmaTile : Stage<kMTiles_ * kRowWarps_ / kStripTiles, kStageChunks_, 8 * k
 };
 
 // A block's tile by wgmma: kGroups groups of four warps, each of kMTiles multiplications of a strip x all batch rows,
-// kTogether of which, 16 inputs each, are begun in a row. kShare blocks of a cluster share x. kSplit groups share their rows
-// and divide a stage's chunks.
-template <int kGroups_, int kMTiles_, int kStageChunks_, int kBatch_, int kTogether_ = 1, int kShare_ = 1, int kSplit_ = 1>
-struct WgmmaTile : Stage<kGroups_ / kSplit_ * kMTiles_, kStageChunks_, kBatch_> {
+// kTogether of which, 16 inputs each, are begun in a row. kShare blocks of a cluster share x.
+template <int kGroups_, int kMTiles_, int kStageChunks_, int kBatch_, int kTogether_ = 1, int kShare_ = 1>
+struct WgmmaTile : Stage<kGroups_ * kMTiles_, kStageChunks_, kBatch_> {
   static constexpr bool kWgmma = true;
-  static constexpr int kShare = kShare_, kSplit = kSplit_, kGroupChunks = kStageChunks_ / kSplit;
-  static_assert(kGroups_ % kSplit == 0 && kStageChunks_ % kSplit == 0, "groups alike");
-  // A row tile may be a cluster's; where groups share rows it always is. Larger sums leave no registers.
-  static constexpr bool kClusters = kSplit > 1 || (kShare == 1 && kGroups_ == 2 && kBatch_ <= 128);
+  static constexpr int kShare = kShare_;
+  static constexpr bool kClusters = kShare == 1 && kGroups_ == 2 && kBatch_ <= 128;  // larger sums leave no registers
   static_assert(kBatch_ / kShare % 8 == 0, "the swizzle repeats every eight rows");
-  static constexpr int kTogether = kTogether_, kParts = kGroupChunks * kMTiles_ * kSteps / kTogether;  // of a stage
+  static constexpr int kTogether = kTogether_, kParts = kStageChunks_ * kMTiles_ * kSteps / kTogether;  // of a stage
   // A stage is given back after the first two parts of the next, the one after that acquired before the last part.
   static constexpr int kLeastStages = kParts == 2 ? 3 : 2;
   static_assert(kSteps % kTogether == 0 && kParts % 2 == 0, "two sets of registers alternate");

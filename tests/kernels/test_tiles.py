@@ -29,7 +29,7 @@ def dense(batch, shape, us):
 
 
 def times(batch, shape, **of_tile):
-    tiles = {"small": [64, 512, 16, 1, 1], "large": [128, 256, 32, 2, 1]}
+    tiles = {"small": [64, 512, 16, 1], "large": [128, 256, 32, 2]}
     row = {"shape": shape, "batch": batch, "blocks": 1, "cluster": 1}
     return [row | {"us": us, "tile": tiles[t]} for t, us in of_tile.items()]
 
@@ -42,7 +42,7 @@ def test_the_table_is_made_from_the_measurements(weights, results, table):
 
 
 def test_a_shape_gets_a_tile_of_its_own_only_where_that_is_clearly_faster(table):
-    small, large = ((64, 512, 16, 1, 1), 1, 1), ((128, 256, 32, 2, 1), 1, 1)
+    small, large = ((64, 512, 16, 1), 1, 1), ((128, 256, 32, 2), 1, 1)
     edge = round((4096 * 4096 * 8192 * 28672) ** 0.5)
     both = times(16, "7b.o", small=10, large=10.2) + times(16, "70b.down", small=60, large=50)
     assert table(both) == [(16, 0, *large)]
