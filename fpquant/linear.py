@@ -1,9 +1,9 @@
 """QuantLinear: the runtime module, a linear layer whose weight stays packed.
 
 Its weight has one of two forms, in one copy. The checkpoint's streams are one-dimensional, and PyTorch decodes them at
-each use. Prepacked, in the layout of TC-FPx, `weight` is [strips of 64 outputs, bytes of a strip], and a scale a tensor
-is repeated for each output, as the kernel wants it. The number of dimensions is the mark: it goes with the tensor
-wherever that is copied, pickled or offloaded. What leaves the module (`packed`, its state) is always streams.
+each use. Prepacked, its parameters are those of a kernel's layout (`fpquant.kernels.layouts`), and `weight` is
+[strips of 64 outputs, bytes of a strip]. The number of dimensions is the mark: it goes with the tensor wherever that is
+copied, pickled or offloaded. What leaves the module (`packed`, its state) is always streams.
 
 Where its inputs are quantized too, it does so itself at each use, and counts what became of them.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from fpquant.activations import INPUTS, InputQuantizer, input_sizes
 from fpquant.errors import FpquantError
-from fpquant.kernels import ops, reference
-from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS, STRIP_ROWS
+from fpquant.kernels import reference
+from fpquant.kernels.layouts import Layout, layout_of
 from fpquant.packing import STREAMS, BlockMixedTensor, stream_sizes, unpack
 from fpquant.schemes import Pair, block_count
 
@@ -100,6 +100,7 @@ class QuantLinear(nn.Linear):
         self.inputs: Pair | None = None
         self.counts = None
         self._key: tuple[Any, tuple[Any, ...]] | None = None
+        self._layout: Layout | None = layout_of(pair, (out_features, in_features), high_blocks)
         sizes = stream_sizes((out_features, in_features), pair, high_blocks)
         for name in STREAMS:
             empty = torch.empty(sizes[name][0], dtype=sizes[name][1], device=device) if name in sizes else None
@@ -132,7 +133,7 @@ class QuantLinear(nn.Linear):
     @property
     def packed(self) -> BlockMixedTensor:
         """The weight as a BlockMixedTensor: over this module's parameters, or over copies where it is prepacked."""
-        streams: dict[str, Any] = {name: getattr(self, name) for name in STREAMS}
+        streams: dict[str, Any] = dict(self._weights)
         if self.is_prepacked:
             streams |= self._unprepacked()
         return BlockMixedTensor(shape=(self.out_features, self.in_features), pair=self.pair, **streams)
@@ -187,47 +188,41 @@ class QuantLinear(nn.Linear):
     def prepack_(self) -> QuantLinear:
         """Put the weight in the kernel's layout, on the device it is on; the streams are dropped.
 
-        Leaves as it is what has no kernel (a pair of two schemes, formats without one), and weights that are offloaded:
-        those come and go as streams.
+        Leaves as it is what has no kernel, and weights that are offloaded: those come and go as streams.
         """
-        if not self._has_layout or self.is_prepacked or self.weight.is_meta or _is_offloaded(self):
+        if (layout := self._layout) is None or self.is_prepacked or self.weight.is_meta or _is_offloaded(self):
             return self
         with torch.inference_mode(False):  # or the parameters could not be saved for a backward pass
-            packed = torch.ops.fpquant.fpx_prepack(self.weight.detach(), *self._kernel_shape)
-            self.weight = nn.Parameter(packed.reshape(-(-self.out_features // STRIP_ROWS), -1), requires_grad=False)
-            if (scale := self.weight_global_scale) is not None:  # (4 code) * (s/4) is code * s, to the bit
-                self.weight_global_scale = nn.Parameter(scale.repeat(self.out_features), requires_grad=False)
+            self._set_weights(layout.prepack(self._detached()))
         return self
 
     def prepack_on_gpu_(self) -> QuantLinear:
         """prepack_ where that pays: on a GPU whose kernel is compiled or can be."""
-        if self.weight.is_cuda and self._has_layout and ops.has_kernel(self.pair.low.format.name, self.weight.device):
-            self.prepack_()
-        return self
+        layout = self._layout if self.weight.is_cuda else None
+        return self if layout is None or not layout.has_kernel(self.weight.device) else self.prepack_()
 
     def unprepack_(self) -> QuantLinear:
         """The inverse of prepack_: parameters are the checkpoint's streams again."""
         if self.is_prepacked:
             with torch.inference_mode(False):
-                for name, stream in self._unprepacked().items():
-                    setattr(self, name, nn.Parameter(stream, requires_grad=False))
+                self._set_weights(self._unprepacked())
         return self
 
     @property
-    def _has_layout(self) -> bool:
-        return self.pair.is_uniform and self.pair.low.format.name in KERNEL_FORMATS
+    def _weights(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in STREAMS}
 
-    @property
-    def _kernel_shape(self) -> tuple[str, int, int]:
-        """What the kernel's operators are told of the weight."""
-        return self.pair.low.format.name, self.out_features, self.in_features
+    def _detached(self) -> dict[str, Tensor | None]:
+        return {name: None if t is None else t.detach() for name, t in self._weights.items()}
+
+    def _set_weights(self, tensors: Mapping[str, Tensor | None]) -> None:
+        for name, tensor in tensors.items():
+            setattr(self, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
 
     def _unprepacked(self) -> dict[str, Tensor]:
         """The streams that differ from the parameters while those are prepacked."""
-        streams = {"weight": torch.ops.fpquant.fpx_unprepack(self.weight.detach().flatten(), *self._kernel_shape)}
-        if self.weight_global_scale is not None:
-            streams["weight_global_scale"] = self.weight_global_scale.detach()[:1].clone()
-        return streams
+        assert self._layout is not None
+        return self._layout.streams(self._detached())
 
     def cache_dense(self, dtype: torch.dtype | None) -> None:
         """Keep the dense weight in `dtype` for faster forward passes, at the price of memory; None drops it."""
@@ -247,9 +242,10 @@ class QuantLinear(nn.Linear):
         x = self.quantized_input(x)
         if self._dense is not None and self._dense.dtype == x.dtype:
             return nn.functional.linear(x, self._dense, self.bias)
-        if self.is_prepacked and x.dtype in (torch.float16, torch.bfloat16):
-            scale = self.weight_scale if self.weight_global_scale is None else self.weight_global_scale
-            return torch.ops.fpquant.fpx_linear(x, self.weight.flatten(), scale, self.bias, *self._kernel_shape)
+        if self.is_prepacked and self._layout is not None:
+            if x.dtype in (torch.float16, torch.bfloat16):
+                return self._layout.linear(x, self._parameters, self.bias)
+            return nn.functional.linear(x, self._layout.dense(self._parameters, x.dtype), self.bias)
         return reference.linear(x, self.packed, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
@@ -275,8 +271,11 @@ class QuantLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.is_prepacked:
-            destination |= {prefix + name: stream for name, stream in self._unprepacked().items()}
+        if self.is_prepacked:  # in the order that streams have
+            own = {name: destination.pop(prefix + name) for name in self._parameters if prefix + name in destination}
+            own |= self._unprepacked()
+            names = [name for name in (*STREAMS, *self._parameters) if name in own]
+            destination |= {prefix + name: own[name] for name in dict.fromkeys(names)}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         was_prepacked, self._dense = self.is_prepacked, None

@@ -26,6 +26,10 @@ _library.define(
     " int out_features, int in_features) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
+    "mixed_dequantize(Tensor base, Tensor overflow, Tensor starts, Tensor scale, int out_features, int in_features,"
+    " ScalarType dtype) -> Tensor"
+)
+_library.define(
     "mixed_linear(Tensor x, Tensor base, Tensor overflow, Tensor starts, Tensor scale, Tensor? bias, int out_features,"
     " int in_features) -> Tensor"
 )
@@ -83,6 +87,60 @@ def _nest_cuda(
         streams = aligned(weight), weight_scale.contiguous(), high, block_map
         kernel.nest(streams, base, overflow, starts, out_features, in_features)
         return base, overflow, starts
+
+
+# mixed_dequantize: the weight as a dense matrix [out, in] of a floating-point type, each value rounded once.
+
+
+@torch.library.register_fake("fpquant::mixed_dequantize")
+def _fake_dequantize(
+    base: Tensor,
+    overflow: Tensor,
+    starts: Tensor,
+    scale: Tensor,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return base.new_empty(out_features, in_features, dtype=dtype)
+
+
+@torch.library.impl(_library, "mixed_dequantize", "CPU")
+def _dequantize(
+    base: Tensor,
+    overflow: Tensor,
+    starts: Tensor,
+    scale: Tensor,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    _check_weight(base, starts, scale, out_features, in_features)
+    weight = _in_units(base, overflow, starts, out_features, in_features)
+    return weight.mul_(scale.unsqueeze(1)).to(dtype)
+
+
+@torch.library.impl(_library, "mixed_dequantize", "CUDA")
+def _dequantize_cuda(
+    base: Tensor,
+    overflow: Tensor,
+    starts: Tensor,
+    scale: Tensor,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    _check_weight(base, starts, scale, out_features, in_features)
+    of_kernel = dtype if dtype in tc_fpx.C_TYPES else torch.float16
+    with torch.cuda.device(base.device):
+        kernel = _kernel(overflow.numel() > 0, of_kernel, base.device)
+        if kernel is None:
+            return _dequantize(base, overflow, starts, scale, out_features, in_features, dtype)
+        # Units are exact in FP16: where the kernel has no such type, they are scaled here.
+        factor = scale.contiguous() if dtype == of_kernel else torch.ones_like(scale)
+        dense = base.new_empty(out_features, in_features, dtype=of_kernel)
+        kernel.dequantize(aligned(base), overflow, starts, factor, dense=dense, first_row=0)
+        return dense if dtype == of_kernel else dense.float().mul_(scale.unsqueeze(1)).to(dtype)
 
 
 # mixed_linear: y = (x W^T) * scale + bias, x [..., in] -> y [..., out] in x's dtype, with W in units of a quarter of
@@ -153,6 +211,35 @@ def _linear_cuda(
     return y.reshape(*x.shape[:-1], out_features)
 
 
+def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weight = torch.ops.fpquant.mixed_dequantize(*ctx.saved_tensors, *ctx.shape, grad.dtype)  # type: ignore[attr-defined]
+    grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[5] else None  # type: ignore[attr-defined]
+    return grad @ weight, None, None, None, None, grad_bias, None, None
+
+
+def _setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    _, base, overflow, starts, scale, _, *shape = inputs
+    ctx.save_for_backward(base, overflow, starts, scale)
+    ctx.shape = shape  # type: ignore[attr-defined]
+
+
+# The weight is frozen: gradients go to x and to the bias.
+torch.library.register_autograd("fpquant::mixed_linear", _backward, setup_context=_setup_context, lib=_library)
+
+
+def has_kernel(mixed: bool, device: torch.device) -> bool:
+    """Whether there is a kernel on a CUDA device for weights with, or without, FP8 blocks; it is compiled now if it is
+    not in the cache."""
+    return _kernel(mixed, torch.float16, device) is not None
+
+
+def streams_of(
+    base: Tensor, overflow: Tensor, starts: Tensor, global_scale: Tensor, pair: Pair, shape: tuple[int, int]
+) -> dict[str, Tensor]:
+    """The inverse of mixed_nest: a checkpoint's streams by name."""
+    return unnest(NestedTensor(shape, base, overflow, starts, global_scale), pair).streams
+
+
 def _in_units(base: Tensor, overflow: Tensor, starts: Tensor, out_features: int, in_features: int) -> Tensor:
     """The weight, fp32 [out, in], in units of a quarter of the tensor scale."""
     four = torch.full((1,), 4.0, device=base.device)
@@ -198,20 +285,27 @@ def _checked_streams(
     return BlockMixedTensor((out_features, in_features), pair, weight, weight_scale, weight_high, weight_map, one)
 
 
+def _check_weight(base: Tensor, starts: Tensor, scale: Tensor, out_features: int, in_features: int) -> None:
+    rows, columns = padded_shape(out_features, in_features)
+    _check("base", base, torch.uint8, (base_bytes(out_features, in_features),), base.device)
+    _check("starts", starts, torch.int32, (rows // STRIP_ROWS, columns // CHUNK + 1), base.device)
+    _check("scale", scale, torch.float32, (out_features,), base.device)
+
+
+def _check(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if t.dtype != dtype or tuple(t.shape) != shape or t.device != device:
+        raise FpquantError(
+            f"{name} must be {dtype} {list(shape)} on {device}, got {t.dtype} {list(t.shape)} on {t.device}"
+        )
+
+
 def _check_linear(
     x: Tensor, base: Tensor, starts: Tensor, scale: Tensor, bias: Tensor | None, out_features: int, in_features: int
 ) -> None:
-    rows, columns = padded_shape(out_features, in_features)
-    for name, t, dtype, shape in (
-        ("base", base, torch.uint8, (base_bytes(out_features, in_features),)),
-        ("starts", starts, torch.int32, (rows // STRIP_ROWS, columns // CHUNK + 1)),
-        ("scale", scale, torch.float32, (out_features,)),
-        *(() if bias is None else (("bias", bias, x.dtype, (out_features,)),)),
-    ):
-        if t.dtype != dtype or tuple(t.shape) != shape or t.device != x.device:
-            raise FpquantError(
-                f"{name} must be {dtype} {list(shape)} on {x.device}, got {t.dtype} {list(t.shape)} on {t.device}"
-            )
+    _check("base", base, torch.uint8, (base_bytes(out_features, in_features),), x.device)
+    _check_weight(base, starts, scale, out_features, in_features)
+    if bias is not None:
+        _check("bias", bias, x.dtype, (out_features,), x.device)
     if x.dim() < 1 or x.shape[-1] != in_features:
         raise FpquantError(f"x must be [..., {in_features}], got {list(x.shape)}")
     if x.dtype not in (torch.float16, torch.bfloat16) and (x.is_cuda or x.dtype != torch.float32):
