@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fpquant.activations import INPUTS, InputQuantizer, input_sizes
 from fpquant.errors import FpquantError
 from fpquant.kernels import reference
+from fpquant.kernels.act_quant import ops as _act_quant  # noqa: F401 (registers the operator)
 from fpquant.kernels.layouts import Layout, layout_of
 from fpquant.packing import STREAMS, BlockMixedTensor, stream_sizes, unpack
 from fpquant.schemes import Pair, block_count
@@ -312,12 +313,10 @@ COUNTS = ("blocks", "high_blocks", "saturated")
 
 
 def quantized_and_counted(x: Tensor, quantizer: InputQuantizer) -> tuple[Tensor, Tensor]:
-    """The quantized values of x, and int64 [3]: COUNTS."""
-    quantized = reference.quantize_input(x, quantizer)
-    blocks = x.numel() // max(1, x.shape[-1]) * block_count(x.shape[-1])
-    saturated = quantized.saturated.sum()
-    high = torch.zeros_like(saturated) if quantized.high is None else quantized.high.sum()
-    return quantized.values, torch.stack((torch.full_like(high, blocks), high, saturated))
+    """The quantized values of x, and int64 [3]: COUNTS. Without a gradient."""
+    tensors = (getattr(quantizer, name) for name in INPUTS)
+    found: tuple[Tensor, Tensor] = torch.ops.fpquant.act_quant(x.detach(), *tensors, quantizer.pair.name)
+    return found
 
 
 def content_key(quantizer: InputQuantizer) -> tuple[Any, ...]:

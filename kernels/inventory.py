@@ -16,6 +16,8 @@ import torch
 
 from fpquant.cache import cache_dir
 from fpquant.errors import FpquantError, unknown
+from fpquant.kernels.act_quant import library as act_quant
+from fpquant.kernels.block_mixed import library as block_mixed
 from fpquant.kernels.build import (
     INSTALL,
     OLDEST,
@@ -28,16 +30,21 @@ from fpquant.kernels.build import (
     target_of,
     version,
 )
+from fpquant.kernels.tc_fpx import library as tc_fpx
 from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS
-from fpquant.kernels.tc_fpx.library import C_TYPES, build_arguments, load
+from fpquant.kernels.tc_fpx.library import C_TYPES, Gemm
 from fpquant.progress import Track, no_progress
 from fpquant.schemes import SCHEMES
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in C_TYPES}
-FORMATS = {name: name for name in KERNEL_FORMATS} | {
+_MIXED = {"nvfp4/fp8": True, "nvfp4": False}
+_ACTIVATIONS = "activations"
+_KERNELS = (*KERNEL_FORMATS, *_MIXED, _ACTIVATIONS)
+FORMATS = {name: name for name in _KERNELS} | {
     scheme.name: scheme.format.name for scheme in SCHEMES.values() if scheme.format.name in KERNEL_FORMATS
 }
-"""The formats that have a kernel, by their own names and by those of their schemes (fp6 is fp6_e3m2)."""
+"""What has a kernel: weights by their formats and by their schemes (fp6 is fp6_e3m2), block-mixed ones, and the
+activations that are quantized."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ def build_all(
         for name in names:
             if name not in choices:
                 raise unknown(what, name, choices)
-    chosen = list(dict.fromkeys(FORMATS[name] for name in formats or KERNEL_FORMATS))
+    chosen = list(dict.fromkeys(FORMATS[name] for name in formats or _KERNELS))
     types = list(dict.fromkeys(dtypes or DTYPES))
     targets = list(dict.fromkeys(map(_arch, archs))) or _archs_here()
     if nvcc := find_nvcc():
@@ -84,9 +91,22 @@ def build_all(
     return sorted(done, key=lambda b: (targets.index(b.arch), chosen.index(b.format), types.index(b.dtype)))
 
 
+def _arguments(name: str, dtype: torch.dtype, arch: str) -> tuple[str, Path, str, dict[str, str]]:
+    """What build.build is told of a kernel."""
+    if name in _MIXED:
+        return block_mixed.build_arguments(_MIXED[name], dtype, arch)
+    return act_quant.build_arguments(dtype, arch) if name == _ACTIVATIONS else tc_fpx.build_arguments(name, dtype, arch)
+
+
+def _load(name: str, dtype: torch.dtype, device: torch.device) -> Gemm | act_quant.Library:
+    if name in _MIXED:
+        return block_mixed.load(_MIXED[name], dtype, device)
+    return act_quant.load(dtype, device) if name == _ACTIVATIONS else tc_fpx.load(name, dtype, device)
+
+
 def _build(format_name: str, dtype: str, arch: str) -> Built:
     start = time.perf_counter()
-    arguments = build_arguments(format_name, DTYPES[dtype], arch)
+    arguments = _arguments(format_name, DTYPES[dtype], arch)
     nvcc = find_nvcc()
     was_there = nvcc is not None and target_of(nvcc, *arguments).exists()
     path = build(*arguments)
@@ -112,12 +132,12 @@ def info() -> dict[str, Any]:
         problem = str(error)
     gpus = [_gpu(torch.device("cuda", i), problem) for i in range(torch.cuda.device_count())]
     archs = {gpu["arch"] for gpu in gpus if gpu["arch"]}
-    archs |= {m[1] for p in folder.glob("tc_fpx-*.so") if (m := re.search(r"-sm_(\d+[af]?)-", p.name))}
+    archs |= {m[1] for p in folder.glob("*-sm_*.so") if (m := re.search(r"-sm_(\d+[af]?)-", p.name))}
     libraries = []
-    for arch, name, dtype in product(sorted(archs), KERNEL_FORMATS, DTYPES):
+    for arch, name, dtype in product(sorted(archs), _KERNELS, DTYPES):
         if nvcc is None or compiler is None:  # a library's name has the compiler's version in it
             break
-        path = target_of(nvcc, *build_arguments(name, DTYPES[dtype], arch))
+        path = target_of(nvcc, *_arguments(name, DTYPES[dtype], arch))
         libraries.append({"format": name, "dtype": dtype, "arch": arch, "built": path.exists(), "path": str(path)})
     return {"gpus": gpus, "compiler": compiler, "problem": problem, "cache": str(folder), "libraries": libraries}
 
@@ -126,11 +146,11 @@ def _gpu(device: torch.device, problem: str | None) -> dict[str, Any]:
     arch, nvcc = None, find_nvcc()
     try:
         arch = architecture(device)
-        keys = product(KERNEL_FORMATS, DTYPES.values())
+        keys = product(_KERNELS, DTYPES.values())
         if nvcc and not problem:  # what is built may not run: the driver may be older than the compiler
-            built = (key for key in keys if target_of(nvcc, *build_arguments(*key, arch)).exists())
+            built = (key for key in keys if target_of(nvcc, *_arguments(*key, arch)).exists())
             if key := next(built, None):
-                load(*key, device)
+                _load(*key, device)
     except KernelUnavailable as error:
         problem = str(error)
     return {

@@ -81,10 +81,15 @@ def input_candidates(x: Tensor, pair: Pair, scale: Tensor) -> tuple[Tensor, Tens
     if "fp8" in names:
         high = round_to(u / _number(4.0, u), FP8_E4M3).mul_(4.0)
     if "nvfp4" in names:
-        largest = u.abs().amax(dim=-1, keepdim=True)
-        block_scale = round_to(largest / _number(6.0, u), FP8_E4M3).clamp_min_(FP8_E4M3.min_subnormal)
+        block_scale = input_block_scale(u)
         low = round_to(u / block_scale, FP4_E2M1).mul_(block_scale)
     return u, low, high
+
+
+def input_block_scale(u: Tensor) -> Tensor:
+    """The nvfp4 scales of blocks [..., 16] in units of a quarter of the tensor scale, fp32 [..., 1]."""
+    largest = u.abs().amax(dim=-1, keepdim=True)
+    return round_to(largest / _number(6.0, u), FP8_E4M3).clamp_min_(FP8_E4M3.min_subnormal)
 
 
 def input_scores(low: Tensor, high: Tensor, weight: Tensor) -> Tensor:

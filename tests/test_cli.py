@@ -244,7 +244,7 @@ def test_kernels_are_built_ahead_and_listed(command, nvcc, no_gpu):
     found = json.loads(command("kernels", "info", "--json", "-").out)
     assert found["compiler"] == {"path": str(nvcc), "version": "13.0.88"} and found["gpus"] == []
     assert {b["path"] for b in built} == {lib["path"] for lib in found["libraries"] if lib["built"]}
-    assert len(found["libraries"]) == 2 * 5 * 2
+    assert len(found["libraries"]) == 2 * 8 * 2
     shown = command("kernels", "info").out
     assert "nvcc 13.0.88" in shown and "on first use" in shown and "built for sm_90a" in shown
 

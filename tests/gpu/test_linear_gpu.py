@@ -25,13 +25,14 @@ pytestmark = [
 ]
 
 DTYPES = [torch.float16, torch.bfloat16]
-PAIRS = ["fp6", "fp6_e2m3", "fp5", "fp5_e3m1", "fp8"]
+PAIRS = ["fp6", "fp6_e2m3", "fp5", "fp5_e3m1", "fp8", "nvfp4", "nvfp4/fp8"]
 
 
 def quant_linear(pair="fp6", shape=(70, 100), dtype=torch.float16):
     draw = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(shape, generator=draw) / 10, torch.randn(shape[0], generator=draw)
-    return QuantLinear.from_packed(pack(weight, get_pair(pair)), bias.to(dtype))
+    high = None if get_pair(pair).is_uniform else torch.rand(shape[0], -(-shape[1] // 16), generator=draw) < 0.3
+    return QuantLinear.from_packed(pack(weight, get_pair(pair), high), bias.to(dtype))
 
 
 def random_x(module, dtype=torch.float16, seed=1):
@@ -79,8 +80,9 @@ def test_without_a_kernel_the_streams_stay(monkeypatch):
     assert not quant_linear().cuda().is_prepacked
 
 
-def test_adapters_train_through_it():
-    module = quant_linear().cuda()
+@pytest.mark.parametrize("pair", ["fp6", "nvfp4/fp8"])
+def test_adapters_train_through_it(pair):
+    module = quant_linear(pair).cuda()
     gradients = []
     for layer in (module, copy.deepcopy(module).unprepack_(), copy.deepcopy(module).float()):
         x = random_x(module, layer.bias.dtype).requires_grad_()
@@ -89,8 +91,9 @@ def test_adapters_train_through_it():
     assert_near(*gradients)
 
 
-def test_compiles_whole():
-    module = quant_linear().cuda()
+@pytest.mark.parametrize("pair", ["fp6", "nvfp4/fp8"])
+def test_compiles_whole(pair):
+    module = quant_linear(pair).cuda()
     function = torch.compile(module, fullgraph=True)
     for seed in range(2):
         x = random_x(module, seed=seed)
@@ -98,7 +101,7 @@ def test_compiles_whole():
             assert torch.equal(function(x), module(x))
 
 
-@pytest.mark.parametrize("pair", ["fp6", "fp8"])
+@pytest.mark.parametrize("pair", ["fp6", "fp8", "nvfp4/fp8"])
 def test_in_a_graph_with_new_inputs(pair):
     module = quant_linear(pair).cuda()
     x = random_x(module)

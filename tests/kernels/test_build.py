@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from fpquant.kernels import build
+from fpquant.kernels.act_quant import library as act_quant
 from fpquant.kernels.block_mixed import library as mixed
 from fpquant.kernels.build import KernelUnavailable
 from fpquant.kernels.tc_fpx import layout, library
 
-FOLDERS = {Path(layout.__file__).parent: [n.split("_")[1].upper() for n in layout.KERNEL_FORMATS]}
-FOLDERS[Path(mixed.__file__).parent] = list(mixed.FORMATS.values())
+FOLDERS = {
+    Path(layout.__file__).parent: ([n.split("_")[1].upper() for n in layout.KERNEL_FORMATS], library.C_TYPES),
+    Path(mixed.__file__).parent: (mixed.FORMATS.values(), library.C_TYPES),
+    Path(act_quant.__file__).parent: (["NONE"], act_quant.C_TYPES),
+}
 SOURCES = sorted(source for folder in FOLDERS for source in folder.glob("*.cu"))
 
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
@@ -27,10 +31,8 @@ needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_kernel_compiles_without_a_warning_or_a_spill_that_matters(source, arch):
     nvcc = build.find_nvcc()
-    all_defines = [
-        {"FPX_FORMAT": name, "FPX_TYPE": c_type}
-        for name, c_type in product(FOLDERS[source.parent], library.C_TYPES.values())
-    ]
+    formats, types = FOLDERS[source.parent]
+    all_defines = [{"FPX_FORMAT": name, "FPX_TYPE": c_type} for name, c_type in product(formats, types.values())]
     with ThreadPoolExecutor(2) as pool:
         reports = list(pool.map(lambda d: build.resource_report(nvcc, source, arch, d), all_defines))
     for defines, report in zip(all_defines, reports, strict=True):
