@@ -260,13 +260,30 @@ def _only_these_train(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[
             parameter.grad = gradient
 
 
+_STAGED_ELEMENTS = 1 << 26
+
+
+def to_cpu(x: Tensor) -> Tensor:
+    """x [...] on the CPU, contiguous. From a GPU by way of pinned memory, from where many threads copy: new memory is
+    slow to enter, and a direct copy enters it with one."""
+    if not x.is_cuda:
+        return x.cpu().contiguous()
+    result = torch.empty(x.shape, dtype=x.dtype)
+    source, target = x.contiguous().view(-1), result.view(-1)
+    staging = torch.empty(min(_STAGED_ELEMENTS, x.numel()), dtype=x.dtype, pin_memory=True)
+    for start in range(0, x.numel(), _STAGED_ELEMENTS):
+        part = target[start : start + _STAGED_ELEMENTS]
+        part.copy_(staging[: part.numel()].copy_(source[start : start + _STAGED_ELEMENTS]))
+    return result
+
+
 def _finish(sums: _Sums, module: nn.Module, sequences: int, scale: float, name: str) -> ModuleStatistics:
     if not torch.isfinite(sums.input_max).all():
         raise FpquantError(f"the inputs of {name} are not finite on the calibration text; try --dtype bfloat16")
     fisher = sums.fisher.t().contiguous() if is_conv1d(module) else sums.fisher
     tokens = max(1, sums.tokens)
     return ModuleStatistics(
-        fisher=fisher.div_(sequences).div_(scale).div_(scale).cpu(),
+        fisher=to_cpu(fisher.div_(sequences).div_(scale).div_(scale)),
         input_sq=(sums.input_sq / tokens).cpu(),
         grad_sq=(sums.grad_sq / tokens / scale / scale).cpu(),
         input_max=sums.input_max.cpu(),

@@ -13,12 +13,13 @@ import importlib.util
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from scipy import stats
@@ -61,14 +62,26 @@ TASKS = {
 }
 
 
+@dataclass
+class _Tokens:
+    """Prompts, and answers after their prompts, as a tokenizer has them."""
+
+    prompts: dict[str, np.ndarray] = field(default_factory=dict)  # int32: lists take ten times the memory
+    answers: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Questions:
-    """A task with its data: lm-eval's task object of each subject (of MMLU; otherwise the task is its own)."""
+    """A task with its data: lm-eval's task object of each subject (of MMLU; otherwise the task is its own).
+
+    tokens: what a tokenizer has made of it already. A comparison asks every row the same, and MMLU takes a minute.
+    """
 
     task: str
     source: str
     shots: int
     subjects: dict[str, Any]
+    tokens: MutableMapping[Any, _Tokens] = field(default_factory=WeakKeyDictionary, compare=False, repr=False)
 
 
 def load_task(task: str, data_dir: str | Path | None = None, *, shots: int = SHOTS) -> Questions:
@@ -157,7 +170,7 @@ def measure(
     """
     batch = batch_size or (1 if loaded.model.device.type == "cpu" else GPU_BATCH)
     with _quiet(), evaluation_mode(loaded.model):
-        lm = _language_model(loaded, batch)
+        lm = _language_model(loaded, batch, questions.tokens.setdefault(loaded.tokenizer, _Tokens()))
         asked = [
             _Question(subject, task, requests)
             for subject, task in questions.subjects.items()
@@ -264,7 +277,7 @@ def _fingerprint(asked: list[_Question]) -> str:
     return digest.hexdigest()
 
 
-def _language_model(loaded: LoadedModel, batch_size: int) -> Any:
+def _language_model(loaded: LoadedModel, batch_size: int, tokens: _Tokens) -> Any:
     """lm-eval's view of a live model, which also keeps the prompts that the model's window cuts (`truncated`).
 
     Special tokens are those that the tokenizer adds itself, as for perplexity: HFLM only doubles BOS in its rolling
@@ -279,6 +292,13 @@ def _language_model(loaded: LoadedModel, batch_size: int) -> Any:
 
     class Model(HFLM):
         truncated: set[str]
+
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            if (context, continuation) not in tokens.answers:
+                prompt, answer = super()._encode_pair(context, continuation)
+                tokens.prompts.setdefault(context, np.array(prompt, dtype=np.int32))
+                tokens.answers[context, continuation] = answer
+            return tokens.prompts[context].tolist(), tokens.answers[context, continuation]
 
         def _loglikelihood_tokens(self, requests: Any, *arguments: Any, **options: Any) -> Any:
             for (prompt, answer), context, continuation in requests:

@@ -5,6 +5,7 @@ import torch
 
 import fpquant
 from fpquant.activations import InputQuantizer, scale_for
+from fpquant.calibration import fisher
 from fpquant.calibration.clipping import clip_scales
 from fpquant.calibration.data import calibration_data
 from fpquant.calibration.fisher import fisher_pass
@@ -90,3 +91,10 @@ def test_inputs_are_quantized_as_on_the_cpu_bit_for_bit(pair, dtype):
     assert torch.equal(gpu.values.cpu(), cpu.values) and torch.equal(gpu.saturated.cpu(), cpu.saturated)
     assert (gpu.high is None) == (cpu.high is None) == (pair != "nvfp4/fp8")
     assert cpu.high is None or (torch.equal(gpu.high.cpu(), cpu.high) and 0 < cpu.high.float().mean() < 1)
+
+
+def test_statistics_come_back_whole(monkeypatch):
+    monkeypatch.setattr(fisher, "_STAGED_ELEMENTS", 1000)
+    x = torch.randn(70, 45, device="cuda")
+    for each in (x, x.T, x[0, :0]):
+        assert torch.equal(fisher.to_cpu(each), each.cpu())
