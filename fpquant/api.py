@@ -134,8 +134,9 @@ def calibrate(
     if evaluate_on is not None:
         with stages.timed("evaluate"):
             measured["original"] = evaluate(loaded, dataset=evaluate_on, window=window, track=track)
-    result = quantize(loaded, chosen, sensitivity=sensitivity, stages=stages, track=track)
+    result = _quantize(loaded, chosen, sensitivity, stages, track)
     if evaluate_on is not None:
+        prepack_on_gpu(result.model)  # else left as it is written: compiling a kernel may take longer than the rest
         with stages.timed("evaluate"):
             measured["quantized"] = evaluate(loaded, dataset=evaluate_on, window=window, track=track)
     record = result.record | {"evaluation": {k: [r.to_dict() for r in rs] for k, rs in measured.items()}}
@@ -169,7 +170,14 @@ def quantize(
     track: Track = no_progress,
 ) -> Calibration:
     """Quantize a loaded model in memory: its linear modules become QuantLinears. Nothing but the cache is written."""
-    stages = stages or Stages()
+    result = _quantize(loaded, recipe, sensitivity, stages or Stages(), track)
+    prepack_on_gpu(result.model)
+    return result
+
+
+def _quantize(
+    loaded: LoadedModel, recipe: Recipe, sensitivity: str | Path | None, stages: Stages, track: Track
+) -> Calibration:
     model = loaded.model
     modules, skipped = find_modules(model, recipe.include, recipe.exclude)
     with stages.timed("check"):
@@ -209,7 +217,6 @@ def quantize(
     specs = {n: checkpoint.ModuleSpec(t.shape, t.high_blocks, recipe.inputs) for n, t in packed.items()}
     config = checkpoint.quantization_config(specs, recipe.weights, settings)
     _attach(model, config)
-    prepack_on_gpu(model)
     summary = _summary(loaded, recipe, packed, skipped)
     summary["ratio_achieved"] = None if assignment is None else assignment.ratio
     summary["threshold"] = settings["threshold"]
