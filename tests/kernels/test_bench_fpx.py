@@ -38,7 +38,7 @@ def without_gpu(script, monkeypatch):
     monkeypatch.setattr(script, "naive_library", lambda device: None)
     monkeypatch.setattr(script, "read_bandwidth", lambda device: 4e12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(script.library, "load", lambda *_: None)
+    monkeypatch.setattr(script.library, "load", lambda *_: SimpleNamespace(fused_batch=2048))
     monkeypatch.setattr(script.library, "plan", lambda *_: SimpleNamespace(variant=variant))
     monkeypatch.setattr(script, "SHAPES", TINY)
     monkeypatch.setattr(script, "SMALL", ("smollm2.q",))
