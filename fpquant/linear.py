@@ -240,14 +240,17 @@ class QuantLinear(nn.Linear):
                 stream.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.quantized_input(x)
+        return self.multiply(self.quantized_input(x), self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + bias for inputs that are quantized already, or need not be, and any bias [out]."""
         if self._dense is not None and self._dense.dtype == x.dtype:
-            return nn.functional.linear(x, self._dense, self.bias)
+            return nn.functional.linear(x, self._dense, bias)
         if self.is_prepacked and self._layout is not None:
             if x.dtype in (torch.float16, torch.bfloat16):
-                return self._layout.linear(x, self._parameters, self.bias)
-            return nn.functional.linear(x, self._layout.dense(self._parameters, x.dtype), self.bias)
-        return reference.linear(x, self.packed, self.bias)
+                return self._layout.linear(x, self._parameters, bias)
+            return nn.functional.linear(x, self._layout.dense(self._parameters, x.dtype), bias)
+        return reference.linear(x, self.packed, bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Moves like any module, but scales stay fp32 whatever dtype is asked for (FP16 scales would lose digits).

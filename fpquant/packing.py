@@ -6,7 +6,7 @@ Blocks are numbered row-major over rows padded to whole blocks. The streams are
     weight_scale         nvfp4: E4M3 codes, one a low block; fp6 and fp5: fp32, one a row
     weight_high          codes of the high blocks, in order, the same way
     weight_map           bit i (least significant first) of byte j says whether block 8j+i is high
-    weight_global_scale  nvfp4, fp8: s, fp32 [1]
+    weight_global_scale  nvfp4, fp8: s, fp32 [1] (of joined weights one a row, which no file holds)
 
 Every size follows from the shape, the pair and the number of high blocks (`stream_sizes`), so a loader can allocate
 before it reads.
@@ -14,6 +14,7 @@ before it reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -148,18 +149,84 @@ def unpack(t: BlockMixedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     assert t.weight_high is not None
     high = high_map(t).reshape(-1)
     low_at, high_at = (~high).nonzero().squeeze(1), high.nonzero().squeeze(1)
-    low_unit, high_unit = unit(pair.low, scale), unit(pair.high, scale)
-    if isinstance(low_unit, Tensor) and low_unit.shape[0] > 1:  # a row's scale for each of its blocks
-        low_unit = low_unit.reshape(-1, 1)[low_at // per_row]
-    elif isinstance(low_unit, Tensor):
-        low_unit = low_unit.reshape(1, 1)
-    if isinstance(high_unit, Tensor):
-        high_unit = high_unit.reshape(1, 1)
+    low_unit, high_unit = (
+        _unit_of_rows(unit(scheme, scale), at // per_row) for scheme, at in ((pair.low, low_at), (pair.high, high_at))
+    )
     values = torch.empty(high.numel(), BLOCK_SIZE, dtype=torch.float32, device=high.device)
     values.index_copy_(0, low_at, decode_blocks(low_codes, pair.low, low_unit, low_scale))
     high_codes = unpack_codes(t.weight_high, pair.high.format)
     values.index_copy_(0, high_at, decode_blocks(high_codes, pair.high, high_unit))
     return from_blocks(values.reshape(out_features, per_row, BLOCK_SIZE), in_features).to(dtype).contiguous()
+
+
+def _unit_of_rows(unit_: Tensor | float, rows: Tensor) -> Tensor | float:
+    """A scheme's unit for blocks of these rows, to broadcast over [blocks, 16]."""
+    if not isinstance(unit_, Tensor):
+        return unit_
+    return unit_.reshape(1, 1) if unit_.numel() == 1 else unit_.reshape(-1, 1)[rows]
+
+
+def take(t: BlockMixedTensor, rows: slice, columns: slice) -> BlockMixedTensor:
+    """The part of a weight that one of several devices holds. Slices have no step; columns start at whole blocks and
+    end there, or at the end of the row. Raises FpquantError where they do not."""
+    (first_row, end_row, _), (first, end, _) = rows.indices(t.shape[0]), columns.indices(t.shape[1])
+    if first % BLOCK_SIZE or (end % BLOCK_SIZE and end != t.shape[1]):
+        raise FpquantError(f"columns {first} to {end} of {t.shape[1]} cut a block; cut at multiples of {BLOCK_SIZE}")
+    part = slice(first_row, end_row), slice(first // BLOCK_SIZE, block_count(end))
+    if (first_row, end_row, first, end) == (0, t.shape[0], 0, t.shape[1]):
+        return t
+    all_high = high_map(t)
+    high = all_high[part]
+
+    def blocks(stream: Tensor | None, size: int, mask: Tensor) -> Tensor | None:
+        """Of a stream that holds `size` bytes of each block of the mask, those of the part."""
+        if stream is None:
+            return None
+        numbers = (mask.flatten().cumsum(0) - 1).reshape(mask.shape)[part][mask[part]]
+        return stream.reshape(-1, size)[numbers].flatten()
+
+    scale = t.weight_scale
+    if scale is not None:
+        scale = blocks(scale, 1, ~all_high) if t.pair.low.has_block_scale else scale[part[0]].clone()
+    global_scale = t.weight_global_scale
+    if global_scale is not None and global_scale.numel() > 1:
+        global_scale = global_scale[part[0]].clone()
+    low = blocks(t.weight, t.pair.low.block_bytes, ~all_high)
+    assert low is not None
+    return BlockMixedTensor(
+        shape=(end_row - first_row, end - first),
+        pair=t.pair,
+        weight=low,
+        weight_scale=scale,
+        weight_high=None if t.pair.high is None else blocks(t.weight_high, t.pair.high.block_bytes, all_high),
+        weight_map=None if t.weight_map is None else pack_map(high),
+        weight_global_scale=global_scale,
+    )
+
+
+def join(parts: Sequence[BlockMixedTensor]) -> BlockMixedTensor:
+    """Weights of one pair that multiply one input, below each other, as one: what each holds is kept as it is. Their
+    tensor scales become one a row."""
+    first = parts[0]
+    assert all(p.pair == first.pair and p.shape[1] == first.shape[1] for p in parts)
+    if len(parts) == 1:
+        return first
+    maps = None if first.weight_map is None else pack_map(torch.cat([high_map(p) for p in parts]))
+    scales = [s.expand(p.shape[0]) for p in parts if (s := p.weight_global_scale) is not None]
+    return BlockMixedTensor(
+        shape=(sum(p.shape[0] for p in parts), first.shape[1]),
+        pair=first.pair,
+        weight=torch.cat([p.weight for p in parts]),
+        weight_scale=_joined([p.weight_scale for p in parts]),
+        weight_high=_joined([p.weight_high for p in parts]),
+        weight_map=maps,
+        weight_global_scale=torch.cat(scales) if scales else None,
+    )
+
+
+def _joined(streams: Sequence[Tensor | None]) -> Tensor | None:
+    present = [s for s in streams if s is not None]
+    return torch.cat(present) if present else None
 
 
 def pack_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:

@@ -43,7 +43,7 @@ class FpxLayout:
         assert codes is not None
         packed = torch.ops.fpquant.fpx_prepack(codes, self.format, *self.shape)
         # (4 code) * (s/4) is code * s, to the bit
-        repeated = None if scale is None else scale.repeat(self.shape[0])
+        repeated = None if scale is None else _of_rows(scale, self.shape[0])
         scales = {"weight_scale": streams["weight_scale"] if scale is None else None, "weight_global_scale": repeated}
         return {"weight": _by_strips(packed, self.shape), "weight_high": None, "weight_map": None, **scales}
 
@@ -53,7 +53,7 @@ class FpxLayout:
         codes = torch.ops.fpquant.fpx_unprepack(packed, self.format, *self.shape)
         scale = parameters["weight_global_scale"]
         streams = {"weight": codes} if self.pair.is_uniform else _all_high(codes, self.shape)
-        return streams if scale is None else streams | {"weight_global_scale": scale[:1].clone()}
+        return streams if scale is None else streams | {"weight_global_scale": _of_tensor(scale)}
 
     def linear(self, x: Tensor, parameters: Tensors, bias: Tensor | None) -> Tensor:
         y: Tensor = torch.ops.fpquant.fpx_linear(
@@ -99,13 +99,13 @@ class NestedLayout:
             "weight_scale": starts,
             "weight_high": overflow if self.high_blocks else None,
             "weight_map": None,
-            "weight_global_scale": (scale / 4).repeat(self.shape[0]),
+            "weight_global_scale": _of_rows(scale / 4, self.shape[0]),
         }
 
     def streams(self, parameters: Tensors) -> dict[str, Tensor]:
         """The streams that differ from the parameters."""
         base, overflow, starts, scale = self._tensors(parameters)
-        return mixed_ops.streams_of(base, overflow, starts, 4 * scale[:1], self.pair, self.shape)
+        return mixed_ops.streams_of(base, overflow, starts, 4 * _of_tensor(scale), self.pair, self.shape)
 
     def linear(self, x: Tensor, parameters: Tensors, bias: Tensor | None) -> Tensor:
         y: Tensor = torch.ops.fpquant.mixed_linear(x, *self._tensors(parameters), bias, *self.shape)
@@ -137,6 +137,16 @@ def layout_of(pair: Pair, shape: tuple[int, int], high_blocks: int) -> Layout | 
         return None
     all_high = 0 < high_blocks == shape[0] * block_count(shape[1])
     return FpxLayout(pair, shape) if all_high else NestedLayout(pair, shape, high_blocks)
+
+
+def _of_rows(scale: Tensor, rows: int) -> Tensor:
+    """A tensor's scale [1], or one a row (joined weights), as a vector of its own [rows]."""
+    return scale.expand(rows).clone()
+
+
+def _of_tensor(scale: Tensor) -> Tensor:
+    """The inverse of _of_rows."""
+    return scale[:1].clone() if bool((scale == scale[:1]).all()) else scale.clone()
 
 
 def _by_strips(packed: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -15,7 +15,7 @@ from fpquant import checkpoint
 from fpquant.activations import InputQuantizer
 from fpquant.kernels.tc_fpx.layout import KERNEL_FORMATS, packed_bytes
 from fpquant.linear import QuantLinear, prepack_on_gpu
-from fpquant.packing import check, pack
+from fpquant.packing import check, join, pack
 from fpquant.schemes import SCHEMES, get_pair
 
 MIXED = ["nvfp4/fp8", "nvfp4", "all high"]
@@ -237,3 +237,17 @@ def test_gradients_pass_straight_through_quantized_inputs():
     y.backward(grad := torch.randn(4, 40))
     torch.testing.assert_close(x.grad, grad @ module.dense())
     assert torch.equal(y.detach(), module(x.detach()))
+
+
+@pytest.mark.parametrize("pair", PREPACKABLE)
+def test_joined_weights_run_as_one_prepacked_weight_and_come_back(pair):
+    draw = torch.Generator().manual_seed(3)
+    parts = [packed(torch.randn(rows, 100, generator=draw) * 3**i, pair) for i, rows in enumerate((70, 20, 64))]
+    module = QuantLinear.from_packed(join(parts))
+    before = {name: stream.clone() for name, stream in module.packed.streams.items()}
+    x = random_x(module)
+    separate = torch.cat([QuantLinear.from_packed(p).prepack_()(x) for p in parts], dim=-1)
+    assert torch.equal(module.prepack_()(x), separate)
+    assert module.is_prepacked
+    for name, stream in module.packed.streams.items():
+        assert torch.equal(stream, before[name]), name

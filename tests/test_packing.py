@@ -8,7 +8,18 @@ import torch
 
 from fpquant.errors import FpquantError
 from fpquant.formats import FORMATS, FP16
-from fpquant.packing import check, high_map, pack, pack_codes, pack_map, stream_sizes, unpack, unpack_codes
+from fpquant.packing import (
+    check,
+    high_map,
+    join,
+    pack,
+    pack_codes,
+    pack_map,
+    stream_sizes,
+    take,
+    unpack,
+    unpack_codes,
+)
 from fpquant.schemes import (
     PAIRS,
     SCHEMES,
@@ -164,3 +175,42 @@ def test_check_refuses_spare_map_bits():
     t = pack(torch.randn(1, 80), pair, torch.zeros(1, 5, dtype=torch.bool))
     with pytest.raises(FpquantError, match="marks"):
         check(replace(t, weight_map=t.weight_map | 0x80), "w")
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *SCHEMES])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (slice(None), slice(None)),
+        (slice(0, 7), slice(None)),
+        (slice(30, 33), slice(None)),
+        (slice(None), slice(0, 64)),
+        (slice(None), slice(160, 172)),
+        (slice(5, 6), slice(16, 32)),
+    ],
+    ids=str,
+)
+def test_a_part_holds_the_part_of_the_dense_weight_and_is_whole(name, rows, columns):
+    w, high = example(get_pair(name), (33, 172))
+    t = pack(w, get_pair(name), high)
+    part = take(t, rows, columns)
+    assert torch.equal(unpack(part), unpack(t)[rows, columns])
+    check(part, "part")
+
+
+def test_a_part_that_would_cut_a_block_is_refused():
+    t = pack(torch.randn(4, 64), get_pair("nvfp4"))
+    with pytest.raises(FpquantError, match="columns 0 to 24 of 64 cut a block; cut at multiples of 16"):
+        take(t, slice(None), slice(0, 24))
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *SCHEMES])
+@pytest.mark.parametrize("in_features", [64, 100])
+def test_joined_weights_hold_what_each_held_and_are_taken_apart_again(name, in_features):
+    pair = get_pair(name)
+    made = [example(pair, (rows, in_features), seed) for seed, rows in enumerate((5, 1, 64))]
+    parts = [pack(w * 10**i, pair, high) for i, (w, high) in enumerate(made)]
+    whole = join(parts)
+    assert torch.equal(unpack(whole), torch.cat([unpack(p) for p in parts]))
+    assert torch.equal(unpack(whole, torch.bfloat16), torch.cat([unpack(p, torch.bfloat16) for p in parts]))
+    assert torch.equal(unpack(take(whole, slice(3, 8), slice(None))), unpack(whole)[3:8])
