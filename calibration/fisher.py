@@ -9,15 +9,16 @@ Each gradient is squared, added and freed as it arrives, so no full set of gradi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fpquant.calibration.squares import add_squares
 from fpquant.errors import FpquantError
 from fpquant.finite import first_nonfinite
 from fpquant.models import evaluation_mode, is_conv1d
@@ -28,8 +29,11 @@ LOSS_SCALE_MARGIN = 2.0**4
 """With fp16 weights the loss is scaled by the largest tried power of two that keeps the first sequence's gradients
 finite, less this margin for the others."""
 
-WAITING_GRADIENTS, WAITING_BYTES = 64, 1 << 30
-"""How many gradients on a GPU, and how much memory of them, may wait for the answer whether they are finite."""
+BATCH_TOKENS = 2048
+"""How many tokens, in whole sequences, a GPU takes at once: enough to keep it busy."""
+
+GRADIENT_BYTES = 1 << 30
+"""How much memory one weight's gradients of several sequences may take."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +65,10 @@ class _Sums:
     input_sq: Tensor
     grad_sq: Tensor
     input_max: Tensor
+    counts: Tensor  # int64 [2]: gradients that were not finite, and too large to square
     tokens: int = 0
-    nonfinite: int = 0
-    saturated: int = 0
-
-    def add_gradient(self, gradient: Tensor, all_finite: bool) -> None:
-        if all_finite:
-            self.fisher.addcmul_(gradient, gradient)  # squares and sums in fp32, whatever the gradient's type
-            return
-        gradient = gradient.float()
-        finite = torch.isfinite(gradient)
-        self.nonfinite += int((~finite).sum())
-        square = torch.where(finite, gradient, 0.0).square_()
-        self.saturated += int(torch.isinf(square).sum())
-        self.fisher.add_(square).clamp_(max=torch.finfo(torch.float32).max)
+    shape: tuple[int, ...] = ()  # of the latest input
+    sequences: int = 0  # of this backward pass, whose gradients came by way of outputs
 
     @classmethod
     def zeros(cls, module: nn.Module) -> _Sums:
@@ -82,44 +76,13 @@ class _Sums:
         assert isinstance(weight, Tensor)
         in_features = weight.shape[0 if is_conv1d(module) else 1]
         channel = torch.zeros(in_features, dtype=torch.float32, device=weight.device)
-        return cls(torch.zeros_like(weight, dtype=torch.float32), channel, channel.clone(), channel.clone())
-
-
-class _Gradients:
-    """Adds each gradient once it is known whether all of it is finite and can be squared.
-
-    The answer is asked of the device at once and waited for some gradients later, which are kept meanwhile: a GPU is
-    not idle between two weights. On a CPU nothing waits.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[_Sums, Tensor, Tensor, torch.cuda.Event | None]] = deque()
-        self._bytes = 0
-
-    def add(self, sums: _Sums, gradient: Tensor) -> None:
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        event = None
-        if gradient.is_cuda:
-            norm = torch.empty((), dtype=torch.float32, pin_memory=True).copy_(norm, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(gradient.device))
-        self._waiting.append((sums, gradient, norm, event))
-        self._bytes += gradient.nbytes
-        while self._waiting and (
-            event is None or len(self._waiting) > WAITING_GRADIENTS or self._bytes > WAITING_BYTES
-        ):
-            self._add_oldest()
-
-    def finish(self) -> None:
-        while self._waiting:
-            self._add_oldest()
-
-    def _add_oldest(self) -> None:
-        sums, gradient, norm, event = self._waiting.popleft()
-        self._bytes -= gradient.nbytes
-        if event is not None:
-            event.synchronize()
-        sums.add_gradient(gradient, bool(torch.isfinite(norm)))
+        return cls(
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device),
+            channel,
+            channel.clone(),
+            channel.clone(),
+            torch.zeros(2, dtype=torch.int64, device=weight.device),
+        )
 
 
 @dataclass
@@ -141,6 +104,7 @@ class _InputTap:
                 x.register_hook(lambda gradient: _add_input_gradient(readers, gradient))
         assert self.square_sum is not None and self.largest is not None
         self.readers.append(sums)
+        sums.shape = tuple(x.shape)
         sums.tokens += x.numel() // x.shape[-1]
         sums.input_sq += self.square_sum
         torch.maximum(sums.input_max, self.largest, out=sums.input_max)
@@ -163,50 +127,114 @@ def fisher_pass(
     sums = {name: _Sums.zeros(m) for name, m in modules.items()}
     device = model.get_input_embeddings().weight.device
     half = any(m.weight.dtype == torch.float16 for m in modules.values())
-    with _only_these_train(model, modules):
+    with _frozen(model):
         scale = _find_loss_scale(model, modules, ids[:1].to(device)) if half else 1.0
-        with ExitStack() as hooks:
-            tap, gradients = _InputTap(), _Gradients()
-            for name, module in modules.items():
-                _attach(hooks, module, sums[name], tap, gradients)
-            for sequence in track(ids, "Fisher pass", len(ids)):
-                _backward(model, sequence.unsqueeze(0).to(device), scale)
-            gradients.finish()
+        with ExitStack() as inputs, ExitStack() as gradients:
+            _tap_inputs(inputs, modules, sums)
+            _take_gradients(gradients, modules, sums)
+            sequences = iter(track(ids, "Fisher pass", len(ids)))
+            held = _backward(model, next(sequences).unsqueeze(0).to(device), scale)
+            if (at_once := _sequences_at_once(ids.shape[1], sums, held)) > 1:
+                gradients.close()
+                _take_outputs(gradients, modules, sums)
+            while batch := list(islice(sequences, at_once)):
+                _backward(model, torch.stack(batch).to(device), scale)
+                if at_once > 1:
+                    _check_apart(sums, len(batch))
+    counts = {name: s.counts.tolist() for name, s in sums.items()}
     return FisherResult(
         modules={name: _finish(s, modules[name], len(ids), scale, name) for name, s in sums.items()},
-        nonfinite={name: s.nonfinite for name, s in sums.items() if s.nonfinite},
-        saturated={name: s.saturated for name, s in sums.items() if s.saturated},
+        nonfinite={name: count for name, (count, _) in counts.items() if count},
+        saturated={name: count for name, (_, count) in counts.items() if count},
         loss_scale=scale,
     )
 
 
-def _attach(hooks: ExitStack, module: nn.Module, sums: _Sums, tap: _InputTap, gradients: _Gradients) -> None:
-    def take_gradient(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        gradient, parameter.grad = parameter.grad, None
-        gradients.add(sums, gradient)
+def _tap_inputs(hooks: ExitStack, modules: Mapping[str, nn.Module], sums: Mapping[str, _Sums]) -> None:
+    tap = _InputTap()
+    for name, module in modules.items():
 
-    def take_input(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        tap.enter(args[0] if args else next(iter(kwargs.values())), sums)
+        def take(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], name: str = name) -> None:
+            tap.enter(args[0] if args else next(iter(kwargs.values())), sums[name])
 
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    handles = (
-        module.register_forward_pre_hook(take_input, with_kwargs=True),
-        weight.register_post_accumulate_grad_hook(take_gradient),
-    )
-    for handle in handles:
-        hooks.callback(handle.remove)
+        hooks.callback(module.register_forward_pre_hook(take, with_kwargs=True).remove)
+
+
+def _take_gradients(hooks: ExitStack, modules: Mapping[str, nn.Module], sums: Mapping[str, _Sums]) -> None:
+    """Of one sequence at a time: the gradients that autograd gives the weights, whatever the module's calls."""
+    for name, module in modules.items():
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+
+        def take(parameter: Tensor, s: _Sums = sums[name]) -> None:
+            assert parameter.grad is not None
+            gradient, parameter.grad = parameter.grad, None
+            add_squares(s.fisher, gradient.contiguous().unsqueeze(0), s.counts)
+
+        weight.requires_grad_(True)
+        hooks.callback(weight.requires_grad_, False)
+        hooks.callback(weight.register_post_accumulate_grad_hook(take).remove)
+
+
+def _take_outputs(hooks: ExitStack, modules: Mapping[str, nn.Module], sums: Mapping[str, _Sums]) -> None:
+    """Of several sequences at once: a gradient of the weight for each, as autograd computes it, from the module's
+    input [sequences, tokens, in] and the gradient of its output."""
+    for name, module in modules.items():
+
+        def take(
+            module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor, s: _Sums = sums[name]
+        ) -> None:
+            inputs = [(args[0] if args else next(iter(kwargs.values()))).detach()]  # emptied when they were used
+            y.register_hook(lambda gradient: _add_outer_products(s, is_conv1d(module), inputs.pop(), gradient))
+
+        hooks.callback(module.register_forward_hook(take, with_kwargs=True).remove)
+
+
+def _add_outer_products(s: _Sums, conv1d: bool, x: Tensor, gradient: Tensor) -> None:
+    rows, columns = (x, gradient) if conv1d else (gradient, x)
+    step = max(1, GRADIENT_BYTES // (s.fisher.numel() * x.element_size()))
+    for start in range(0, len(x), step):
+        part = slice(start, start + step)
+        add_squares(s.fisher, torch.bmm(rows[part].transpose(1, 2), columns[part]), s.counts)
+    s.sequences += len(x)
+
+
+def _sequences_at_once(tokens: int, sums: Mapping[str, _Sums], held: Mapping[torch.device, int]) -> int:
+    """How many sequences of so many tokens to take at once, from what the first one showed: the inputs of all modules
+    must keep sequences apart, and their activations must fit."""
+    if not held or any(s.shape[:-1] != (1, tokens) or s.tokens != tokens for s in sums.values()):
+        return 1
+    return max(1, min([BATCH_TOKENS // tokens, *(_free(device) // max(1, 2 * held[device]) for device in held)]))
+
+
+def _check_apart(sums: Mapping[str, _Sums], sequences: int) -> None:
+    for name, s in sums.items():
+        if s.sequences != sequences:
+            raise FpquantError(
+                f"{name} mixes the tokens of several sequences, so their gradients cannot be told apart; "
+                "exclude it, or take --device cpu"
+            )
+        s.sequences = 0
+
+
+def _free(device: torch.device) -> int:
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def sequence_loss(model: Any, ids: Tensor) -> Tensor:
-    """Mean next-token negative log-likelihood of ids [1, tokens]."""
-    logits = model(input_ids=ids, use_cache=False).logits
-    return nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:].to(logits.device))
+    """Mean next-token negative log-likelihood of ids [sequences, tokens], summed over the sequences."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+    total = nn.functional.cross_entropy(logits, ids[:, 1:].flatten().to(logits.device), reduction="sum")
+    return total / (ids.shape[1] - 1)
 
 
-def _backward(model: Any, ids: Tensor, scale: float) -> None:
+def _backward(model: Any, ids: Tensor, scale: float) -> dict[torch.device, int]:
+    """Gradients of the scaled loss. Returns how many bytes the graph held on each of the model's GPUs."""
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    before = {device: torch.cuda.memory_allocated(device) for device in devices}
     loss = sequence_loss(model, ids)
+    held = {device: torch.cuda.memory_allocated(device) - before[device] for device in devices}
     if not torch.isfinite(loss):
         where = first_nonfinite(model, ids[0])
         raise FpquantError(
@@ -214,6 +242,7 @@ def _backward(model: Any, ids: Tensor, scale: float) -> None:
             "try --dtype bfloat16 or float32"
         )
     (loss * scale).backward()
+    return held
 
 
 def _find_loss_scale(model: Any, modules: Mapping[str, nn.Module], ids: Tensor) -> float:
@@ -230,6 +259,8 @@ def _find_loss_scale(model: Any, modules: Mapping[str, nn.Module], ids: Tensor) 
                     parameter.grad = None
 
                 assert isinstance(module.weight, Tensor)
+                module.weight.requires_grad_(True)
+                hooks.callback(module.weight.requires_grad_, False)
                 hooks.callback(module.weight.register_post_accumulate_grad_hook(look).remove)
             _backward(model, ids, scale)
         if not any(overflowed):
@@ -239,15 +270,12 @@ def _find_loss_scale(model: Any, modules: Mapping[str, nn.Module], ids: Tensor) 
 
 
 @contextmanager
-def _only_these_train(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Gradients for these modules' weights alone, and for the activations that lead to them."""
+def _frozen(model: Any) -> Iterator[None]:
+    """Gradients for activations alone; flags and gradients of the parameters as before in the end."""
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     for parameter, _, _ in before:
         parameter.requires_grad_(False)
         parameter.grad = None
-    for module in modules.values():
-        assert isinstance(module.weight, Tensor)
-        module.weight.requires_grad_(True)
     # gradients of the first block's input too, though no weight before it trains
     embeddings = model.get_input_embeddings().register_forward_hook(lambda _m, _a, output: output.requires_grad_())
     try:

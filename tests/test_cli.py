@@ -962,7 +962,7 @@ STAGES = {
     "model": ["transformers.modeling_utils:PreTrainedModel._load_pretrained_model"],
     "tokens": ["fpquant.calibration.data:_tokenize"],
     "forward": ["fpquant.calibration.fisher:_InputTap.enter"],
-    "backward": ["fpquant.calibration.fisher:_Sums.add_gradient"],
+    "backward": ["fpquant.calibration.fisher:add_squares"],
     "keeping": ["fpquant.calibration.sensitivity:save_file"],
     "clipping": ["fpquant.calibration.clipping:_walk"],
     "scoring": ["fpquant.calibration.pipeline:round_blocks"],

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from fpquant.calibration import fisher
 from fpquant.calibration.data import calibration_data
 from fpquant.calibration.fisher import fisher_pass
+from fpquant.errors import FpquantError
 from fpquant.models import find_modules, load_model
 
 CPU = torch.device("cpu")
@@ -35,14 +37,14 @@ def by_autograd(model, ids):
 
         handles.append(module.register_forward_pre_hook(keep))
     handles.append(model.get_input_embeddings().register_forward_hook(lambda _m, _a, o: o.requires_grad_()))
-    fisher = {n: torch.zeros_like(m.weight) for n, m in modules.items()}
+    g2 = {n: torch.zeros_like(m.weight) for n, m in modules.items()}
     inputs = {n: [] for n in modules}
     for sequence in ids:
         model.zero_grad()
         logits = model(input_ids=sequence.unsqueeze(0)).logits[0]
         nn.functional.cross_entropy(logits[:-1], sequence[1:]).backward()
         for name, module in modules.items():
-            fisher[name] += module.weight.grad**2 / len(ids)
+            g2[name] += module.weight.grad**2 / len(ids)
             inputs[name].append((kept[name].detach()[0], kept[name].grad[0]))
     for handle in handles:
         handle.remove()
@@ -50,17 +52,17 @@ def by_autograd(model, ids):
     for name, pairs in inputs.items():
         x, g = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         transposed = type(modules[name]).__name__ == "Conv1D"
-        f = fisher[name].t() if transposed else fisher[name]
+        f = g2[name].t() if transposed else g2[name]
         result[name] = (f, (x**2).mean(0), (g**2).mean(0), x.abs().amax(0))
     return result
 
 
 def compare(result, expected, rtol=2e-4):
     assert result.modules.keys() == expected.keys()
-    for name, (fisher, input_sq, grad_sq, input_max) in expected.items():
+    for name, (g2, input_sq, grad_sq, input_max) in expected.items():
         got = result.modules[name]
         for a, b in (
-            (got.fisher, fisher),
+            (got.fisher, g2),
             (got.input_sq, input_sq),
             (got.grad_sq, grad_sq),
             (got.input_max, input_max),
@@ -89,18 +91,78 @@ def test_it_is_the_mean_of_squares_not_the_square_of_a_mean(loaded, ids):
         torch.testing.assert_close(whole[name].fisher, mean, rtol=1e-5, atol=1e-12)
 
 
-def test_conv1d_weights_come_back_as_out_by_in(ids):
+def tiny_gpt2():
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
-    model = GPT2LMHeadModel(config).eval()
+    return GPT2LMHeadModel(config).eval()
+
+
+def test_conv1d_weights_come_back_as_out_by_in(ids):
+    model = tiny_gpt2()
     modules, _ = find_modules(model)
     result = fisher_pass(model, modules, ids)
     assert result.modules["transformer.h.0.attn.c_attn"].fisher.shape == (96, 32)
-    double = GPT2LMHeadModel(config).double().eval()
+    double = GPT2LMHeadModel(model.config).double().eval()
     double.load_state_dict(model.state_dict())
     compare(result, by_autograd(double, ids))
+
+
+@pytest.mark.parametrize("at_once", [2, 4])
+def test_several_sequences_at_once_give_the_sums_of_one_at_a_time(at_once, tiny_model, ids, monkeypatch):
+    models = [load_model(str(tiny_model), device=CPU).model, tiny_gpt2()]
+    for model in models:
+        modules, _ = find_modules(model)
+        expected = fisher_pass(model, modules, ids % model.config.vocab_size)
+        monkeypatch.setattr("fpquant.calibration.fisher._sequences_at_once", lambda *_: at_once)
+        for limit in (1 << 30, 1):  # gradients of the sequences together, and one after another
+            monkeypatch.setattr("fpquant.calibration.fisher.GRADIENT_BYTES", limit)
+            got = fisher_pass(model, modules, ids % model.config.vocab_size)
+            for name, module in expected.modules.items():
+                for field in ("fisher", "input_sq", "grad_sq", "input_max"):
+                    torch.testing.assert_close(getattr(got.modules[name], field), getattr(module, field))
+        monkeypatch.undo()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+class Flat(nn.Module):
+    """A linear layer that gets the tokens of all sequences below each other, as experts do."""
+
+    def __init__(self, inner, *shape):
+        super().__init__()
+        self.inner, self.shape = inner, shape
+
+    def forward(self, x):
+        return self.inner(x.reshape(*self.shape, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+def test_sequences_that_a_module_does_not_keep_apart_are_taken_one_at_a_time(tiny_model, ids, monkeypatch):
+    loaded = load_model(str(tiny_model), device=CPU)
+    choice, chosen = fisher._sequences_at_once, []
+    monkeypatch.setattr(fisher, "_free", lambda _device: 1 << 40)
+
+    def on_a_gpu(tokens, sums, _held):
+        chosen.append(choice(tokens, sums, {CPU: 1}))
+        return 1
+
+    monkeypatch.setattr(fisher, "_sequences_at_once", on_a_gpu)
+    mlp = loaded.model.model.layers[0].mlp
+    plain = mlp.up_proj
+    for module in (plain, Flat(plain, -1)):
+        mlp.up_proj = module
+        fisher_pass(loaded.model, find_modules(loaded.model)[0], ids)
+    assert chosen == [2048 // 48, 1]
+
+
+def test_a_module_that_one_sequence_does_not_give_away_is_an_error(tiny_model, ids, monkeypatch):
+    loaded = load_model(str(tiny_model), device=CPU)
+    mlp = loaded.model.model.layers[0].mlp
+    mlp.up_proj = Flat(mlp.up_proj, 1, -1)
+    monkeypatch.setattr(fisher, "_sequences_at_once", lambda *_: 2)
+    with pytest.raises(FpquantError, match="mixes the tokens of several sequences"):
+        fisher_pass(loaded.model, find_modules(loaded.model)[0], ids)
 
 
 class Scaled(nn.Module):
