@@ -90,16 +90,25 @@ class InputScores:
     weights: dict[str, Tensor]
     histograms: dict[str, ScoreHistogram]
 
-    def quantizers(self, ratio: float, kind: str) -> tuple[dict[str, InputQuantizer], dict[str, Any]]:
-        """Quantizers at a ratio of low blocks with one threshold (`global`) or one a module (`local`), and a record:
-        {"pair", "ratio", "ratio_achieved", "threshold", "threshold_bound"}."""
+    def quantizers(
+        self, ratio: float, kind: str, weights: Mapping[str, Tensor] | None = None
+    ) -> tuple[dict[str, InputQuantizer], dict[str, Any]]:
+        """Quantizers at a ratio of low blocks, and a record: {"pair", "ratio", "ratio_achieved", "threshold",
+        "threshold_bound"}.
+
+        One threshold (`global`), one a module (`local`), or those that give each module what all blocks of its weight
+        are (`layer`): weights holds their block maps.
+        """
         if self.pair.high is None:
             return {n: InputQuantizer(self.pair, s) for n, s in self.scales.items()}, {"pair": self.pair.name}
         everything = sum(self.histograms.values(), ScoreHistogram())
-        if kind == "global":
-            limits = dict.fromkeys(self.scales, everything.threshold(ratio))
-        else:
+        if kind == "layer":
+            assert weights is not None
+            limits = {name: -math.inf if bool(weights[name].any()) else math.inf for name in self.scales}
+        elif kind == "local":
             limits = {name: h.threshold(ratio) for name, h in self.histograms.items()}
+        else:
+            limits = dict.fromkeys(self.scales, everything.threshold(ratio))
         low = sum(h.share_up_to(limits[n]) * h.total for n, h in self.histograms.items())
         made = {}
         for name, scale in self.scales.items():
@@ -111,8 +120,8 @@ class InputScores:
             "pair": self.pair.name,
             "ratio": ratio,
             "ratio_achieved": low / max(1, everything.total),
-            "threshold": limits[next(iter(limits))] if kind == "global" else "local",
-            "threshold_bound": RELATIVE_BOUND,
+            "threshold": limits[next(iter(limits))] if kind == "global" else kind,
+            "threshold_bound": 0.0 if kind == "layer" else RELATIVE_BOUND,
         }
         return made, record
 

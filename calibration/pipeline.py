@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fpquant.calibration.clipping import clip_scales
 from fpquant.calibration.fisher import ModuleStatistics
 from fpquant.calibration.policy import BlockErrors, get_policy
-from fpquant.calibration.threshold import assign, thresholds
+from fpquant.calibration.threshold import assign, by_layer, thresholds
 from fpquant.errors import FpquantError
 from fpquant.formats import FP16
-from fpquant.models import weight_of
+from fpquant.models import sibling_groups, weight_of
 from fpquant.packing import BlockMixedTensor, pack
 from fpquant.progress import Track, no_progress
 from fpquant.recipe import Recipe
@@ -25,6 +25,7 @@ from fpquant.schemes import Pair, default_block_scale, matrix_scale, round_block
 
 Statistics = Mapping[str, ModuleStatistics]
 BlockScales = Mapping[str, Tensor]  # {module: E4M3 codes, uint8 [out, blocks]}
+MatrixScales = Mapping[str, Tensor | None]  # {module: schemes.matrix_scale}
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,25 @@ def check_range(modules: Mapping[str, nn.Module], pair: Pair) -> None:
             )
 
 
+def matrix_scales(modules: Mapping[str, nn.Module], recipe: Recipe) -> MatrixScales:
+    """The scales of each module's weight that its file stores; one tensor scale for siblings where the recipe says so."""
+    if not recipe.shares_scales:
+        return {name: matrix_scale(weight_of(m).detach(), recipe.weights) for name, m in modules.items()}
+    scales: dict[str, Tensor | None] = {}
+    for names in sibling_groups(modules):
+        largest = torch.stack([weight_of(modules[name]).detach().abs().amax().float().cpu() for name in names])
+        scale = matrix_scale(largest.unsqueeze(0), recipe.weights)
+        assert scale is not None
+        scales |= {name: scale.to(weight_of(modules[name]).device, copy=True) for name in names}
+    return scales
+
+
 def choose_scales(
-    modules: Mapping[str, nn.Module], recipe: Recipe, statistics: Statistics | None, track: Track = no_progress
+    modules: Mapping[str, nn.Module],
+    recipe: Recipe,
+    statistics: Statistics | None,
+    of_matrices: MatrixScales,
+    track: Track = no_progress,
 ) -> dict[str, Tensor]:
     """Clipped block scales of each module, as the recipe says; empty for the default scales."""
     if recipe.clip == "none":
@@ -69,7 +87,7 @@ def choose_scales(
     scales = {}
     for name, module in track(modules.items(), "Clipping", len(modules)):
         w = weight_of(module).detach().float()
-        scale = matrix_scale(w, recipe.weights)
+        scale = of_matrices[name]
         assert scale is not None
         g2 = statistics[name].fisher.to(w.device) if statistics is not None and recipe.clip == "fisher" else None
         scales[name] = clip_scales(w, scale, g2)
@@ -81,6 +99,7 @@ def score_blocks(
     recipe: Recipe,
     statistics: Statistics | None,
     scales: BlockScales,
+    of_matrices: MatrixScales,
     track: Track = no_progress,
 ) -> dict[str, Tensor]:
     """The policy's score of each block of each module, fp32 [out, blocks] on the CPU."""
@@ -89,7 +108,7 @@ def score_blocks(
     result = {}
     for name, module in track(modules.items(), "Scoring", len(modules)):
         w = weight_of(module).detach().float()
-        blocks, scale = to_blocks(w), matrix_scale(w, pair)
+        blocks, scale = to_blocks(w), of_matrices[name]
         low = round_blocks(blocks, pair.low, scale, _block_scale(scales, name, blocks, scale, recipe))
         high = round_blocks(blocks, pair.high, scale)
         if recipe.signed:
@@ -105,6 +124,8 @@ def score_blocks(
 def assign_precision(scores: Mapping[str, Tensor], recipe: Recipe) -> Assignment:
     """The block maps that the recipe's ratio and kind of threshold give."""
     assert recipe.threshold is not None
+    if recipe.threshold == "layer":
+        scores = by_layer(scores, sibling_groups(scores))
     limits = thresholds(scores, recipe.ratio, recipe.threshold)
     return Assignment({name: assign(score, limits[name]) for name, score in scores.items()}, limits)
 
@@ -114,17 +135,19 @@ def quantize_weights(
     recipe: Recipe,
     statistics: Statistics | None,
     scales: BlockScales,
+    of_matrices: MatrixScales,
     track: Track = no_progress,
 ) -> tuple[dict[str, BlockMixedTensor], Assignment | None]:
     """Packed weights of each module, and the assignment behind them (None for a uniform scheme)."""
     assignment = None
     if not recipe.weights.is_uniform:
-        assignment = assign_precision(score_blocks(modules, recipe, statistics, scales, track), recipe)
+        assignment = assign_precision(score_blocks(modules, recipe, statistics, scales, of_matrices, track), recipe)
     packed = {}
     for name, module in track(modules.items(), "Packing", len(modules)):
         w = weight_of(module).detach()
         high = None if assignment is None else assignment.high[name].to(w.device)
-        packed[name] = pack(w, recipe.weights, high, scales[name].to(w.device) if name in scales else None)
+        block_scale = scales[name].to(w.device) if name in scales else None
+        packed[name] = pack(w, recipe.weights, high, block_scale, of_matrices[name])
     return packed, assignment
 
 

@@ -1,13 +1,14 @@
 """Scores and a ratio to a threshold, and from there to the block map.
 
 The ratio is the fraction of blocks in low precision. With k = round(ratio * N), the threshold is the k-th smallest of
-N scores (minus infinity for k = 0), and score <= threshold means low.
+N scores (minus infinity for k = 0), and score <= threshold means low. A whole layer can share one score (`by_layer`):
+those that tie with the k-th are then low too, so that at least k blocks are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from fpquant.errors import FpquantError
 
-THRESHOLDS = ("global", "local")
+THRESHOLDS = ("global", "local", "layer")
+"""One for all blocks; one a weight; one for all layers, each of which is low or high as a whole."""
 
 
 def check_ratio(ratio: Any) -> None:
@@ -42,10 +44,20 @@ def threshold(scores: Mapping[str, Tensor], ratio: float) -> float:
 
 
 def thresholds(scores: Mapping[str, Tensor], ratio: float, kind: str) -> dict[str, float]:
-    """A threshold for each module: one and the same (`global`), or each from its own scores (`local`)."""
-    if kind == "global":
-        return dict.fromkeys(scores, threshold(scores, ratio))
-    return {name: threshold({name: score}, ratio) for name, score in scores.items()}
+    """A threshold for each module: each from its own scores (`local`), or one and the same."""
+    if kind == "local":
+        return {name: threshold({name: score}, ratio) for name, score in scores.items()}
+    return dict.fromkeys(scores, threshold(scores, ratio))
+
+
+def by_layer(scores: Mapping[str, Tensor], groups: Iterable[Sequence[str]]) -> dict[str, Tensor]:
+    """For each block the mean score of all blocks of its module and that module's siblings, fp32 [out, blocks]."""
+    means = {}
+    for names in groups:
+        total = sum(float(scores[name].sum(dtype=torch.float64)) for name in names)
+        mean = total / sum(scores[name].numel() for name in names)
+        means |= {name: scores[name].new_tensor(mean).expand(scores[name].shape) for name in names}
+    return means
 
 
 def assign(score: Tensor, limit: float) -> Tensor:

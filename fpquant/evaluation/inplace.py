@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from fpquant.activations import InputQuantizer
 from fpquant.calibration.activations import InputScores
 from fpquant.calibration.clipping import each_in_a_thread
-from fpquant.calibration.pipeline import Assignment, BlockScales, Statistics, assign_precision, score_blocks
+from fpquant.calibration.pipeline import (
+    Assignment,
+    BlockScales,
+    Statistics,
+    assign_precision,
+    matrix_scales,
+    score_blocks,
+)
 from fpquant.checkpoint import ModuleSpec
 from fpquant.linear import COUNTS, LastInput, content_key, quantized_and_counted
 from fpquant.models import weight_of
@@ -61,12 +68,16 @@ class InPlace:
         self._original = True
 
     def apply(self, recipe: Recipe) -> Applied:
-        """Put the quantized values of a recipe in the place of the weights, and quantize inputs if it says so."""
-        quantizers = self._quantizers(recipe)
+        """Put the quantized values of a recipe in the place of the weights, and quantize inputs if it says so.
+
+        Each weight has a tensor scale of its own: the recipe must not share them.
+        """
+        assert not recipe.shares_scales
         scales = {} if recipe.clip == "none" else self._clipped[str(recipe.clip)]
         assignment = None
         if not recipe.weights.is_uniform:
             assignment = assign_precision(self._scores(recipe, scales), recipe)
+        quantizers = self._quantizers(recipe, assignment)
         self._original = False
         self._each(lambda name: self._round(name, recipe.weights, assignment, scales))
         self._quantize_inputs(quantizers)
@@ -82,7 +93,7 @@ class InPlace:
                 weight_of(self._modules[name]).copy_(weight)
             self._original = True
 
-    def _quantizers(self, recipe: Recipe) -> dict[str, InputQuantizer]:
+    def _quantizers(self, recipe: Recipe, assignment: Assignment | None) -> dict[str, InputQuantizer]:
         if recipe.inputs is None:
             return {}
         assert self._inputs is not None and recipe.threshold is not None
@@ -91,7 +102,8 @@ class InPlace:
             self.restore()
             self._input_scores[key] = self._inputs(recipe.inputs, recipe.policy)
         ratio = recipe.ratio if recipe.activation_ratio is None else recipe.activation_ratio
-        return self._input_scores[key].quantizers(ratio, recipe.threshold)[0]
+        high = None if assignment is None else assignment.high
+        return self._input_scores[key].quantizers(ratio, recipe.threshold, high)[0]
 
     def _quantize_inputs(self, quantizers: Mapping[str, InputQuantizer]) -> None:
         """Quantize the inputs of these modules from now on, and of no others."""
@@ -137,7 +149,9 @@ class InPlace:
             found: dict[str, Tensor] = {}
 
             def score(name: str) -> None:
-                found.update(score_blocks({name: self._modules[name]}, recipe, self._statistics, scales))
+                module = {name: self._modules[name]}
+                of_matrices = matrix_scales(module, recipe)
+                found.update(score_blocks(module, recipe, self._statistics, scales, of_matrices))
 
             self._each(score)
             self._scored = (key, {name: found[name] for name in self._modules})

@@ -65,7 +65,8 @@ def slug(name: str) -> str:
 class Plan:
     """Settings of a comparison; the rows are policies x ratios x thresholds x clips, and uniform ones to judge them by.
 
-    thresholds, clips: empty for what goes with each policy. activations: each mixed row, and the two uniform ends, also
+    thresholds, clips: empty for what goes with each policy (each weight has a tensor scale of its own in every row, so
+    that rows differ in what their names say). activations: each mixed row, and the two uniform ends, also
     with the layers' inputs quantized. datasets: what perplexity is measured on. limit: only the
     first windows of each, and the first questions of each task. kl_windows: of each data set, 0 for no distances.
     Raises FpquantError for a setting that makes no sense.
@@ -142,7 +143,13 @@ class Plan:
 
     def _mixed(self, policy: str, clip: str | None, threshold: str | None, inputs: bool, ratio: float) -> Cell:
         recipe = self.recipe(
-            pair=self.pair, policy=policy, clip=clip, threshold=threshold, ratio=ratio, activations=inputs
+            pair=self.pair,
+            policy=policy,
+            clip=clip,
+            threshold=threshold,
+            shared_scales=False,
+            ratio=ratio,
+            activations=inputs,
         )
         parts = [f"{policy} {100 * ratio:g}%", threshold, clip and f"clip {clip}", inputs and ACTIVATIONS]
         return Cell(", ".join(p for p in parts if p), recipe, (ratio, threshold, clip, inputs))

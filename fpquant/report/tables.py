@@ -67,7 +67,8 @@ def activations_line(settings: Mapping[str, Any]) -> str:
     if "ratio" not in settings:
         return f"{settings['pair']}"
     limit = settings["threshold"]
-    shown = "a threshold a module" if limit == "local" else f"threshold {_number(limit)}"
+    kinds = {"local": "a threshold a module", "layer": "each layer as its weight"}
+    shown = kinds.get(limit) or f"threshold {_number(limit)}"
     return f"{settings['pair']}, {settings['ratio_achieved']:.2%} of calibration blocks in low precision, {shown}"
 
 

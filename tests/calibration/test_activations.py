@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import fpquant
-from fpquant.activations import InputQuantizer
+from fpquant.activations import InputQuantizer, check_inputs
 from fpquant.calibration.activations import RELATIVE_BOUND, ScoreHistogram, channel_weights, score_inputs
 from fpquant.calibration.data import calibration_data
 from fpquant.calibration.fisher import fisher_pass
@@ -89,6 +89,21 @@ def test_the_achieved_ratio_is_the_one_that_was_asked_for(policy, kind, scored):
         assert low / total == pytest.approx(record["ratio_achieved"], abs=1e-12)
     if kind == "local" and policy != "random":
         assert all(abs(share - 0.7) < 0.03 for share in by_module.values())
+
+
+def test_with_layers_each_input_is_what_its_weight_is(scored):
+    model, modules, ids, statistics = scored
+    scores = score_inputs(model, modules, MIXED, "fisher", ids, statistics)
+    high = {name: torch.full((2, 3), "mlp" in name) for name in modules}
+    quantizers, record = scores.quantizers(0.7, "layer", high)
+    blocks = {name: h.total for name, h in scores.histograms.items()}
+    low = sum(n for name, n in blocks.items() if "mlp" not in name)
+    assert (record["ratio_achieved"], record["threshold"]) == (low / sum(blocks.values()), "layer")
+    for name, module in modules.items():
+        x = torch.randn(4, module.weight.shape[1]) * 3
+        x[1] = 0  # where both schemes agree
+        assert bool((quantize_input(x, quantizers[name]).high == ("mlp" in name)).all())
+        check_inputs(quantizers[name], name)
 
 
 def test_channel_weights_are_what_the_policies_say(scored):

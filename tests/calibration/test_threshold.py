@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fpquant.calibration.threshold import assign, check_ratio, threshold, thresholds
+from fpquant.calibration.threshold import assign, by_layer, check_ratio, threshold, thresholds
 from fpquant.errors import FpquantError
 
 
@@ -37,6 +37,22 @@ def test_global_thresholds_are_one_and_may_favour_a_module():
     s = {"calm": torch.tensor([[1.0, 2.0]]), "wild": torch.tensor([[10.0, 20.0]])}
     assert thresholds(s, 0.5, "global") == {"calm": 2.0, "wild": 2.0}
     assert [assign(x, 2.0).tolist() for x in s.values()] == [[[False, False]], [[True, True]]]
+
+
+def test_a_layer_is_low_or_high_with_its_siblings_and_the_ratio_is_a_budget():
+    made = {
+        "q": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),  # with k: mean 18/6 = 3
+        "k": torch.tensor([[0.0, 8.0]]),
+        "o": torch.tensor([[2.0, 2.0, 2.0]]),  # mean 2
+        "down": torch.tensor([[100.0]]),
+    }
+    means = by_layer(made, [["q", "k"], ["o"], ["down"]])
+    assert {n: m.unique().tolist() for n, m in means.items()} == {"q": [3.0], "k": [3.0], "o": [2.0], "down": [100.0]}
+    assert all(means[n].shape == s.shape for n, s in made.items())
+    for ratio, low in ((0, ""), (0.1, "o"), (0.3, "o"), (0.4, "qko"), (0.9, "qko"), (1, "qkodown")):
+        limits = thresholds(means, ratio, "layer")
+        assert {n for n in made if not assign(means[n], limits[n]).any()} == {n for n in made if n in low}, ratio
+        assert len(set(limits.values())) == 1
 
 
 def test_ties_at_the_threshold_are_all_low():

@@ -7,7 +7,7 @@ from torch import nn
 import fpquant
 from fpquant import api
 from fpquant.calibration.fisher import ModuleStatistics
-from fpquant.calibration.pipeline import choose_scales, quantize_weights
+from fpquant.calibration.pipeline import choose_scales, matrix_scales, quantize_weights
 from fpquant.evaluation.inplace import InPlace, round_into
 from fpquant.models import load_model
 from fpquant.packing import pack, unpack
@@ -60,7 +60,8 @@ class Model(nn.Module):
 
     def in_place(self):
         clips = ("fisher", "unweighted")
-        clipped = {c: choose_scales(self.modules_, Recipe(clip=c), self.statistics) for c in clips}
+        scales = matrix_scales(self.modules_, Recipe())
+        clipped = {c: choose_scales(self.modules_, Recipe(clip=c), self.statistics, scales) for c in clips}
         return InPlace(self.modules_, self.statistics, clipped)
 
 
@@ -68,8 +69,9 @@ def test_one_recipe_after_another_is_each_one_alone():
     model = Model()
     expected = {}
     for i, recipe in enumerate(RECIPES):
-        scales = choose_scales(model.modules_, recipe, model.statistics)
-        expected[i] = quantize_weights(model.modules_, recipe, model.statistics, scales)
+        of_matrices = matrix_scales(model.modules_, recipe)
+        scales = choose_scales(model.modules_, recipe, model.statistics, of_matrices)
+        expected[i] = quantize_weights(model.modules_, recipe, model.statistics, scales, of_matrices)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     with model.in_place() as quantizer:
         for i, recipe in [*enumerate(RECIPES), (0, RECIPES[0])]:
@@ -102,7 +104,8 @@ def test_it_measures_what_the_packed_model_measures(tiny_model, text_file):
     loaded = load_model(str(tiny_model), device=torch.device("cpu"))
     modules, _ = api.find_modules(loaded.model)
     known = api.find_sensitivity(loaded, modules, recipe)
-    with InPlace(modules, known.modules, {"fisher": choose_scales(modules, recipe, known.modules)}) as quantizer:
+    clipped = {"fisher": choose_scales(modules, recipe, known.modules, matrix_scales(modules, recipe))}
+    with InPlace(modules, known.modules, clipped) as quantizer:
         applied = quantizer.apply(recipe)
         (ours,) = fpquant.evaluate(loaded, dataset=str(text_file), window=64, limit=4)
     (theirs,) = fpquant.evaluate(
