@@ -62,7 +62,7 @@ def check_range(modules: Mapping[str, nn.Module], pair: Pair) -> None:
 
 
 def matrix_scales(modules: Mapping[str, nn.Module], recipe: Recipe) -> MatrixScales:
-    """The scales of each module's weight that its file stores; one tensor scale for siblings where the recipe says so."""
+    """The scales that the file of each weight stores; one tensor scale for siblings where the recipe says so."""
     if not recipe.shares_scales:
         return {name: matrix_scale(weight_of(m).detach(), recipe.weights) for name, m in modules.items()}
     scales: dict[str, Tensor | None] = {}

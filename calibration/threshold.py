@@ -52,7 +52,7 @@ def thresholds(scores: Mapping[str, Tensor], ratio: float, kind: str) -> dict[st
 
 def by_layer(scores: Mapping[str, Tensor], groups: Iterable[Sequence[str]]) -> dict[str, Tensor]:
     """For each block the mean score of all blocks of its module and that module's siblings, fp32 [out, blocks]."""
-    means = {}
+    means: dict[str, Tensor] = {}
     for names in groups:
         total = sum(float(scores[name].sum(dtype=torch.float64)) for name in names)
         mean = total / sum(scores[name].numel() for name in names)
