@@ -14,8 +14,9 @@ from wrapt import register_post_import_hook
 from fpquant.errors import FpquantError
 
 if TYPE_CHECKING:
-    from fpquant.api import Calibration, calibrate, compare, evaluate, export, generate, load, quantize, save
+    from fpquant.api import Calibration, calibrate, compare, evaluate, generate, load, quantize, save
     from fpquant.checkpoint import verify
+    from fpquant.exports import export
     from fpquant.recipe import Recipe, load_recipe
 
 __version__ = "0.1.0"
@@ -25,7 +26,7 @@ _LAZY = {
     "calibrate": "fpquant.api",
     "compare": "fpquant.api",
     "evaluate": "fpquant.api",
-    "export": "fpquant.api",
+    "export": "fpquant.exports",
     "generate": "fpquant.api",
     "load": "fpquant.api",
     "quantize": "fpquant.api",

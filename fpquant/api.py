@@ -1,4 +1,4 @@
-"""What the CLI calls and a notebook imports: calibrate, quantize, load, evaluate, compare, generate, export."""
+"""What the CLI calls and a notebook imports: calibrate, quantize, load, evaluate, compare, generate."""
 
 from __future__ import annotations
 
@@ -581,23 +581,6 @@ def generate(
     with _dense_on_cpu(network):
         tokens = network.generate(**inputs, generation_config=settings)
     return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
-
-
-def export(
-    directory: str | Path, out: str | Path, *, to: str = "dequantized", dtype: str = "auto", overwrite: bool = False
-) -> Path:
-    """Write a quantized directory as an ordinary one that needs no fpquant.
-
-    dtype: of the dequantized weights, float32, bfloat16 or float16; `auto` is the dtype that the rest is stored in.
-    """
-    if to != "dequantized":
-        raise FpquantError(f"unknown export {to!r}; choices: dequantized")
-    source, target = Path(directory).expanduser(), Path(out).expanduser()
-    checkpoint.prepare_out(target, overwrite, source)
-    loaded = open_model(str(source), device="cpu", dtype=dtype, must_be_quantized=True)
-    stored = loaded.stored_dtype if dtype == "auto" else loaded.model.dtype
-    checkpoint.save_dequantized(loaded.model.to(stored), loaded.tokenizer, target)
-    return target
 
 
 def resolve_recipe(recipe: Recipe | str | None, **settings: Any) -> Recipe:

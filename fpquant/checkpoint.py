@@ -204,11 +204,14 @@ def _without_quantizer(model: Any) -> Iterator[None]:
 def _save_pretrained(model: Any, directory: Path, **options: Any) -> None:
     """save_pretrained, with shards that others may read."""
     model.save_pretrained(directory, max_shard_size=MAX_SHARD_SIZE, **options)
-    mask = os.umask(
-        0
-    )  # safetensors makes files that only their owner reads; there is no reading umask without setting it
+    readable(directory)
+
+
+def readable(directory: Path) -> None:
+    """Give shards the permissions that other files get: safetensors makes files that only their owner reads."""
+    mask = os.umask(0)  # there is no reading umask without setting it
     os.umask(mask)
-    for shard in shards(directory):
+    for shard in directory.glob("*.safetensors"):
         shard.chmod(0o666 & ~mask)
 
 
@@ -376,30 +379,3 @@ def verify(directory: str | Path) -> dict[str, Any]:
     hashed = check_hashes(directory)
     packed = load_packed(directory)
     return {"modules": len(packed), "shards": len(shards(directory)), "hashed": hashed}
-
-
-def save_dequantized(model: Any, tokenizer: Any, out: Path) -> None:
-    """Write a quantized model with its weights decoded as an ordinary directory, whole or not at all.
-
-    Each value is rounded once to the model's dtype.
-    """
-    values = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
-    with torch.device("meta"):
-        plain = type(model)(type(model.config).from_dict(values))
-    quantized = quant_modules(model)
-    if any(module.inputs is not None for module in quantized.values()):
-        raise FpquantError(
-            "the layers' inputs are quantized, which an ordinary directory cannot say; calibrate without --activations"
-        )
-    streams = {f"{name}.{stream}" for name in quantized for stream in STREAMS}
-    state = {name: t for name, t in model.state_dict().items() if name not in streams}
-    for name, module in quantized.items():
-        weight = module.dense(model.dtype)
-        state[f"{name}.weight"] = weight.t().contiguous() if is_conv1d(plain.get_submodule(name)) else weight
-    plain.load_state_dict(state, assign=True)
-    plain.tie_weights()
-    if model.can_generate():
-        plain.generation_config = model.generation_config
-    with written_whole(out) as temporary:
-        _save_pretrained(plain, temporary)
-        tokenizer.save_pretrained(temporary)

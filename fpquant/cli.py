@@ -397,17 +397,22 @@ def generate(
 @app.command()
 def export(
     directory: Directory,
-    to: Annotated[str, typer.Option(help="dequantized.")] = "dequantized",
+    to: Annotated[str, typer.Option(help="dequantized or compressed-tensors.")] = "dequantized",
     out: Annotated[Path | None, typer.Option(help="Directory to write. [default: DIRECTORY-TO]")] = None,
-    dtype: Annotated[str, typer.Option(help="auto (as the unquantized rest), float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Of weights that are not quantized: auto (as they are), float32, bfloat16 or float16.")
+    ] = "auto",
     overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Write a quantized directory in a form that other tools open without fpquant."""
     with quiet():
-        from fpquant import api
+        from fpquant.exports import export as export_to
 
         target = out or directory.resolve().with_name(f"{directory.resolve().name}-{to}")
-        written = api.export(directory, target, to=to, dtype=dtype, overwrite=overwrite)
+        written = export_to(
+            directory, target, to=to, dtype=dtype, overwrite=overwrite, trust_remote_code=trust_remote_code
+        )
         stdout.print(f"written to {written}")
 
 

@@ -104,6 +104,19 @@ def load_model(
     return LoadedModel(model.to(device).eval(), tokenizer, _name(spec), stored)
 
 
+def model_on_meta(directory: Path, trust_remote_code: bool = False) -> tuple[Any, torch.dtype]:
+    """The model of a directory without its weights and as if nothing were quantized, and the dtype of its config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _as_user_error(str(directory), directory):
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model, _stored_dtype(config)
+
+
 def _stored_dtype(config: Any) -> torch.dtype:
     dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     if isinstance(dtype, str):  # some releases of transformers keep the name

@@ -973,8 +973,8 @@ STAGES = {
     "twice at once": ["fpquant.checkpoint:sha256", "fpquant.cli:_fail"],
     "evaluation": ["fpquant.evaluation.perplexity:window_losses"],
     "evaluation within": ["fpquant.evaluation.perplexity:nn.functional.cross_entropy"],
-    "export": ["fpquant.checkpoint:_save_pretrained"],
-    "export within": ["fpquant.linear:QuantLinear.dense"],
+    "export": ["fpquant.exports:save_file"],
+    "export within": ["fpquant.exports:unpack"],
     "json": ["pathlib:Path.write_text"],
 }
 
