@@ -21,7 +21,7 @@ from fpquant.models import sibling_groups, weight_of
 from fpquant.packing import BlockMixedTensor, pack
 from fpquant.progress import Track, no_progress
 from fpquant.recipe import Recipe
-from fpquant.schemes import Pair, default_block_scale, matrix_scale, round_blocks, to_blocks
+from fpquant.schemes import Pair, default_block_scale, matrix_scale, power_of_two_from, round_blocks, to_blocks
 
 Statistics = Mapping[str, ModuleStatistics]
 BlockScales = Mapping[str, Tensor]  # {module: E4M3 codes, uint8 [out, blocks]}
@@ -62,14 +62,15 @@ def check_range(modules: Mapping[str, nn.Module], pair: Pair) -> None:
 
 
 def matrix_scales(modules: Mapping[str, nn.Module], recipe: Recipe) -> MatrixScales:
-    """The scales that the file of each weight stores; one tensor scale for siblings where the recipe says so."""
-    if not recipe.shares_scales:
+    """The scales that the file of each weight stores; with portable scales a power of two, one for siblings."""
+    if not recipe.has_portable_scales:
         return {name: matrix_scale(weight_of(m).detach(), recipe.weights) for name, m in modules.items()}
     scales: dict[str, Tensor | None] = {}
     for names in sibling_groups(modules):
         largest = torch.stack([weight_of(modules[name]).detach().abs().amax().float().cpu() for name in names])
         scale = matrix_scale(largest.unsqueeze(0), recipe.weights)
         assert scale is not None
+        scale = power_of_two_from(scale)
         scales |= {name: scale.to(weight_of(modules[name]).device, copy=True) for name in names}
     return scales
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fpquant.errors import FpquantError
 from fpquant.formats import FP8_E4M3
-from fpquant.schemes import SCHEMES, Pair
+from fpquant.schemes import SCHEMES, Pair, power_of_two_from
 
 INPUTS = ("input_scale", "input_weight", "input_threshold")
 """The tensors of an InputQuantizer, by the names that they have beside a module's weight."""
@@ -71,6 +71,4 @@ def scale_for(largest: Tensor) -> Tensor:
     what was calibrated have up to one bit of room before they saturate.
     """
     wanted = (largest.float() / FP8_E4M3.max_value).reshape(1)
-    mantissa, exponent = torch.frexp(wanted)
-    scale = torch.ldexp(torch.ones_like(wanted), exponent - (mantissa == 0.5).int())
-    return torch.where(wanted < 2.0**-100, torch.ones_like(scale), scale)
+    return torch.where(wanted < 2.0**-100, torch.ones_like(wanted), power_of_two_from(wanted))

@@ -345,7 +345,7 @@ def _clipped_scales(
     statistics = known.modules if known else None
     if recipe.clip == "none" or known is None or known.path is None or recipe.clip is None:
         return choose_scales(modules, recipe, statistics, of_matrices, track)
-    kind = f"{recipe.clip}-shared" if recipe.shares_scales else recipe.clip
+    kind = f"{recipe.clip}-portable" if recipe.has_portable_scales else recipe.clip
     path = clip_path(known.path, recipe.weights.low.name, kind)
     shapes = {}
     for name, module in modules.items():

@@ -106,11 +106,12 @@ def calibrate(
         bool | None,
         typer.Option("--signed/--unsigned", help="Score weights by how much more the low precision errs."),
     ] = None,
-    shared_scales: Annotated[
+    portable_scales: Annotated[
         bool | None,
         typer.Option(
-            "--shared-scales/--own-scales",
-            help="One tensor scale for q, k and v, and for gate and up. [default: with --threshold layer]",
+            "--portable-scales/--own-scales",
+            help="Tensor scales that are powers of two, one for q, k and v: other engines then read the very same "
+            "values. [default: with --threshold layer]",
         ),
     ] = None,
     dataset: Annotated[
@@ -158,7 +159,7 @@ def calibrate(
             "activations": activations,
             "activation_ratio": None if activation_ratio is None else _number(activation_ratio, "activation-ratio"),
             "signed": signed,
-            "shared_scales": shared_scales,
+            "portable_scales": portable_scales,
             "dataset": dataset,
             "samples": samples,
             "seq_len": seq_len,

@@ -82,7 +82,7 @@ def check_siblings(schemes: Mapping[str, Scheme], scales: Mapping[str, Tensor]) 
         if schemes[names[0]] is NVFP4 and len({float(scales[n]) for n in names}) > 1:
             raise FpquantError(
                 f"{', '.join(names)} have tensor scales of their own, and engines fuse them; "
-                "calibrate with --shared-scales"
+                "calibrate with --portable-scales"
             )
 
 

@@ -114,7 +114,8 @@ class QuantLinear(nn.Linear):
             self.register_parameter(name, None)
         if inputs is not None:
             empty_inputs = {
-                name: torch.empty(size, device=device) for name, size in input_sizes(in_features, inputs).items()
+                name: torch.empty(size, dtype=torch.float32, device=device)
+                for name, size in input_sizes(in_features, inputs).items()
             }
             self.quantize_inputs(InputQuantizer(inputs, **empty_inputs))
         self._dense: Tensor | None = None

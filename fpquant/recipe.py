@@ -27,8 +27,9 @@ class Recipe:
     ratio: the fraction of blocks in low precision, 0 to 1; it has no meaning for one scheme.
     activations: whether the layers' inputs are quantized too, while the model runs, to the same pair or scheme and by
     the same policy. activation_ratio: theirs, where it is another. signed: scores of weights count by how much more the
-    low scheme errs than the high one, not by how far apart they are. shared_scales: one tensor scale for siblings
-    (q, k and v), as engines that fuse them need; None means where the threshold is `layer`.
+    low scheme errs than the high one, not by how far apart they are. portable_scales: tensor scales are
+    powers of two, one for siblings (q, k and v): engines that fuse those read the very values that were measured here,
+    in any dtype. None means where the threshold is `layer`.
     """
 
     pair: str = "nvfp4/fp8"
@@ -39,7 +40,7 @@ class Recipe:
     activations: bool = False
     activation_ratio: float | None = None
     signed: bool = False
-    shared_scales: bool | None = None
+    portable_scales: bool | None = None
     dataset: str = "wikitext"
     samples: int = 512
     seq_len: int = 512
@@ -64,12 +65,12 @@ class Recipe:
             raise FpquantError(
                 f"clip {self.clip!r} needs a scheme with a scale a block, got pair {self.pair!r}; use none"
             )
-        for flag in ("activations", "signed", "shared_scales"):
-            if not isinstance(getattr(self, flag), bool) and (flag, getattr(self, flag)) != ("shared_scales", None):
+        for flag in ("activations", "signed", "portable_scales"):
+            if not isinstance(getattr(self, flag), bool) and (flag, getattr(self, flag)) != ("portable_scales", None):
                 raise FpquantError(f"{flag} must be true or false, got {getattr(self, flag)!r}")
-        if self.shared_scales and self.weights.low.scale != "tensor":
+        if self.portable_scales and self.weights.low.scale != "tensor":
             raise FpquantError(
-                f"shared_scales needs a scheme with a scale a tensor, got pair {self.pair!r}; leave it out"
+                f"portable_scales needs a scheme with a scale a tensor, got pair {self.pair!r}; leave it out"
             )
         if self.activations:
             check_input_pair(self.weights)
@@ -95,11 +96,11 @@ class Recipe:
         return get_pair(self.pair)
 
     @property
-    def shares_scales(self) -> bool:
-        """Whether siblings have one tensor scale."""
-        if self.shared_scales is None:
+    def has_portable_scales(self) -> bool:
+        """Whether tensor scales are powers of two, and one for siblings."""
+        if self.portable_scales is None:
             return self.threshold == "layer" and self.weights.low.scale == "tensor"
-        return self.shared_scales
+        return self.portable_scales
 
     @property
     def needs_sensitivity(self) -> bool:

@@ -152,9 +152,14 @@ def matrix_scale(w: Tensor, pair: Pair) -> Tensor | None:
     else:
         scale = _divide(w.abs().amax(dim=1).float(), pair.low.format.max_value)
         if pair.high is not None:
-            mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1): exactly a power of two at 0.5
-            scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+            scale = power_of_two_from(scale)
     return torch.where(scale < 2.0**-120, torch.ones_like(scale), scale)
+
+
+def power_of_two_from(x: Tensor) -> Tensor:
+    """The powers of two at or above x, fp32 and positive."""
+    mantissa, exponent = torch.frexp(x)  # mantissa in [0.5, 1): exactly a power of two at 0.5
+    return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).int())
 
 
 def _divide(x: Tensor, number: float) -> Tensor:

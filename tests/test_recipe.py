@@ -48,13 +48,13 @@ def test_a_policy_brings_its_threshold_and_clipping():
 
 
 def test_layers_share_the_scales_of_siblings_unless_told_not_to():
-    assert not load_recipe("fgmp-70").shares_scales
-    assert override(load_recipe("fgmp-70"), threshold="layer").shares_scales
-    assert not override(load_recipe("fgmp-70"), threshold="layer", shared_scales=False).shares_scales
-    assert override(load_recipe("nvfp4"), shared_scales=True).shares_scales
-    assert not Recipe(pair="fp6/fp16", threshold="layer").shares_scales
-    with pytest.raises(FpquantError, match="shared_scales needs a scheme with a scale a tensor"):
-        Recipe(pair="fp6", shared_scales=True)
+    assert not load_recipe("fgmp-70").has_portable_scales
+    assert override(load_recipe("fgmp-70"), threshold="layer").has_portable_scales
+    assert not override(load_recipe("fgmp-70"), threshold="layer", portable_scales=False).has_portable_scales
+    assert override(load_recipe("nvfp4"), portable_scales=True).has_portable_scales
+    assert not Recipe(pair="fp6/fp16", threshold="layer").has_portable_scales
+    with pytest.raises(FpquantError, match="portable_scales needs a scheme with a scale a tensor"):
+        Recipe(pair="fp6", portable_scales=True)
     with pytest.raises(FpquantError, match="activation_ratio does nothing with threshold layer"):
         Recipe(activations=True, activation_ratio=0.5, threshold="layer")
 

@@ -70,9 +70,9 @@ class InPlace:
     def apply(self, recipe: Recipe) -> Applied:
         """Put the quantized values of a recipe in the place of the weights, and quantize inputs if it says so.
 
-        Each weight has a tensor scale of its own: the recipe must not share them.
+        Each weight has a tensor scale of its own: the recipe must not have portable ones.
         """
-        assert not recipe.shares_scales
+        assert not recipe.has_portable_scales
         scales = {} if recipe.clip == "none" else self._clipped[str(recipe.clip)]
         assignment = None
         if not recipe.weights.is_uniform:

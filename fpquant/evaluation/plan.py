@@ -147,7 +147,7 @@ class Plan:
             policy=policy,
             clip=clip,
             threshold=threshold,
-            shared_scales=False,
+            portable_scales=False,
             ratio=ratio,
             activations=inputs,
         )

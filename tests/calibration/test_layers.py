@@ -23,16 +23,16 @@ def test_siblings_are_those_that_engines_fuse():
     ]
 
 
-def test_shared_scales_are_the_largest_of_the_siblings_and_zeros_do_not_count():
+def test_portable_scales_are_powers_of_two_for_all_siblings_and_zeros_do_not_count():
     modules = {f"a.{n}": torch.nn.Linear(32, 16, bias=False) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
     with torch.no_grad():
         for name, largest in (("q_proj", 3.0), ("k_proj", 0.0), ("v_proj", 1e-36), ("o_proj", 7.0)):
             modules[f"a.{name}"].weight.fill_(largest)
-    scales = matrix_scales(modules, Recipe(pair="nvfp4", shared_scales=True))
-    three = (torch.tensor([3.0]) / 448).tolist()
-    assert [s.tolist() for s in scales.values()] == [three, three, three, (torch.tensor([7.0]) / 448).tolist()]
+    scales = matrix_scales(modules, Recipe(pair="nvfp4", portable_scales=True))
+    # 3/448 lies between 2^-8 and 2^-7; 7/448 is 2^-6
+    assert [s.item() for s in scales.values()] == [2**-7, 2**-7, 2**-7, 2**-6]
     own = matrix_scales(modules, Recipe(pair="nvfp4"))
-    assert [s.tolist() for s in own.values()] == [three, [1.0], [1.0], scales["a.o_proj"].tolist()]
+    assert [s.item() for s in own.values()] == [(torch.tensor(3.0) / 448).item(), 1.0, 1.0, 2**-6]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
@@ -72,7 +72,7 @@ def test_a_comparison_has_rows_of_whole_layers(tiny_model, text_file, tmp_path):
     layer = rows["fisher 50%, layer"]
     assert layer.ratio >= 0.5
     # what the row measured is what a model quantized so measures
-    recipe = Recipe(ratio=0.5, threshold="layer", shared_scales=False, dataset=str(text_file), **SMALL)
+    recipe = Recipe(ratio=0.5, threshold="layer", portable_scales=False, dataset=str(text_file), **SMALL)
     loaded = load_model(str(tiny_model), device=torch.device("cpu"))
     made = api.quantize(loaded, recipe)
     (ours,) = api.evaluate(loaded, dataset=str(text_file), window=32, limit=4)
