@@ -28,7 +28,6 @@ from fpquant.calibration.data import (
 )
 from fpquant.calibration.fisher import fisher_pass
 from fpquant.calibration.pipeline import (
-    Assignment,
     MatrixScales,
     check_range,
     check_weights,
@@ -208,7 +207,12 @@ def _quantize(
         scales = _clipped_scales(modules, recipe, known, of_matrices, track)
     with stages.timed("assign and pack"):
         packed, assignment = quantize_weights(modules, recipe, statistics, scales, of_matrices, track)
-        inputs, of_inputs = _quantizers(scores, recipe, assignment)
+        inputs: dict[str, InputQuantizer] = {}
+        of_inputs: dict[str, Any] | None = None
+        if scores is not None:
+            assert recipe.threshold is not None
+            high = None if assignment is None else assignment.high
+            inputs, of_inputs = scores.quantizers(recipe.input_ratio, recipe.threshold, high)
         for name, tensor in packed.items():
             replace_by_quant_linear(model, name, tensor, inputs.get(name))
         _check_runs(model)
@@ -238,16 +242,6 @@ def _quantize(
         "skipped": [{"name": s.name, "weights": s.weights, "reason": s.reason} for s in skipped],
     }
     return Calibration(model, loaded.tokenizer, recipe, config, record, summary, tuple(skipped), loaded.stored_dtype)
-
-
-def _quantizers(
-    scores: InputScores | None, recipe: Recipe, assignment: Assignment | None
-) -> tuple[dict[str, InputQuantizer], dict[str, Any] | None]:
-    if scores is None:
-        return {}, None
-    assert recipe.threshold is not None
-    ratio = recipe.ratio if recipe.activation_ratio is None else recipe.activation_ratio
-    return scores.quantizers(ratio, recipe.threshold, None if assignment is None else assignment.high)
 
 
 @torch.inference_mode()

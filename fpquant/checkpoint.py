@@ -31,7 +31,8 @@ from fpquant.schemes import BLOCK_SIZE, Pair, block_count, get_pair
 QUANT_METHOD = "fpquant"
 FORMAT_VERSION = 1
 RECORD_FILE = "fpquant.json"
-MAX_SHARD_SIZE = "5GB"
+SHARD_BYTES = 5 * 10**9
+"""No shard is larger, unless one tensor is."""
 MAX_FEATURES = 1 << 24
 
 # What a model directory is made of, and all that --overwrite may take away.
@@ -203,7 +204,7 @@ def _without_quantizer(model: Any) -> Iterator[None]:
 
 def _save_pretrained(model: Any, directory: Path, **options: Any) -> None:
     """save_pretrained, with shards that others may read."""
-    model.save_pretrained(directory, max_shard_size=MAX_SHARD_SIZE, **options)
+    model.save_pretrained(directory, max_shard_size=SHARD_BYTES, **options)
     readable(directory)
 
 

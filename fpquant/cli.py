@@ -401,7 +401,11 @@ def export(
     to: Annotated[str, typer.Option(help="dequantized or compressed-tensors.")] = "dequantized",
     out: Annotated[Path | None, typer.Option(help="Directory to write. [default: DIRECTORY-TO]")] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of weights that are not quantized: auto (as they are), float32, bfloat16 or float16.")
+        str,
+        typer.Option(
+            help="Of what is not quantized there: auto (as it is; bfloat16 beside nvfp4 in compressed-tensors), "
+            "float32, bfloat16 or float16."
+        ),
     ] = "auto",
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,

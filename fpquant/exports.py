@@ -22,6 +22,7 @@ from fpquant.activations import INPUTS, InputQuantizer, check_inputs
 from fpquant.cache import written_whole
 from fpquant.checkpoint import (
     RECORD_FILE,
+    SHARD_BYTES,
     ModuleSpec,
     check_hashes,
     check_headers,
@@ -35,12 +36,9 @@ from fpquant.checkpoint import (
 from fpquant.errors import FpquantError, unknown
 from fpquant.models import is_conv1d, model_on_meta, pick_dtype
 from fpquant.packing import STREAMS, BlockMixedTensor, check, unpack
-from fpquant.schemes import Pair, Scheme
+from fpquant.schemes import NVFP4, Pair, Scheme
 
 EXPORTS = ("dequantized", "compressed-tensors")
-
-SHARD_BYTES = 5 * 10**9
-"""No shard is larger, unless one tensor is."""
 
 
 def export(
@@ -56,20 +54,27 @@ def export(
 
     to: `dequantized`, an ordinary model, each weight rounded once to the dtype; or `compressed-tensors`, of which see
     fpquant.compressed, with the checkpoint's own codes and scales, for models whose layers are each nvfp4 or fp8.
-    dtype: of what is not quantized there, float32, bfloat16 or float16; `auto` leaves it as it is.
+    dtype: of what is not quantized there, float32, bfloat16 or float16; `auto` leaves it as it is, except beside nvfp4
+    in compressed-tensors, whose readers decode that to bfloat16 and need the rest to be so too.
     Raises FpquantError, with nothing written, for what the form cannot hold, and for a directory that is damaged.
     """
     if to not in EXPORTS:
         raise unknown("export", to, EXPORTS)
-    target = Path(out).expanduser()
-    source = Checkpoint.open(Path(directory).expanduser(), target, overwrite, trust_remote_code)
-    stored = source.dtype if dtype == "auto" else pick_dtype(dtype, torch.device("cpu"), source.dtype)
-    form = Dequantized(source, stored) if to == "dequantized" else Compressed(source)
+    given, target = Path(directory).expanduser(), Path(out).expanduser()
+    prepare_out(target, overwrite, given)
+    source = Checkpoint.open(given, trust_remote_code)
+    cast = None if dtype == "auto" else pick_dtype(dtype, torch.device("cpu"), source.dtype)
+    form: Dequantized | Compressed
+    if to == "dequantized":
+        form = Dequantized(source, cast or source.dtype)
+    else:
+        form = Compressed(source)
+        cast = form.dtype_beside(cast)
     config = {k: v for k, v in source.config.items() if k != "quantization_config"}
-    config["dtype"] = str(stored).removeprefix("torch.")
+    config["dtype"] = str(cast or source.dtype).removeprefix("torch.")
     with written_whole(target) as temporary:
         temporary.mkdir()
-        _write_shards(temporary, _tensors(source, form, None if dtype == "auto" else stored))
+        _write_shards(temporary, _tensors(source, form, cast))
         (temporary / "config.json").write_text(json.dumps(config | form.config, indent=2) + "\n")
         for file in source.directory.iterdir():
             if file.is_file() and not _is_rewritten(file.name):
@@ -94,12 +99,11 @@ class Checkpoint:
     files: Mapping[str, Any]
 
     @classmethod
-    def open(cls, directory: Path, out: Path, overwrite: bool, trust_remote_code: bool) -> Checkpoint:
+    def open(cls, directory: Path, trust_remote_code: bool) -> Checkpoint:
         if not directory.is_dir():
             raise FpquantError(f"no such directory: {directory}; give the --out of `fpquant calibrate`")
         config = read_config(directory)
         pair, modules = parse_config(config["quantization_config"])
-        prepare_out(out, overwrite, directory)
         check_hashes(directory)
         check_headers(shards(directory), pair, modules)
         model, dtype = model_on_meta(directory, trust_remote_code)
@@ -170,6 +174,15 @@ class Compressed:
                 self._check_inputs(name, self._schemes[name])
         quantization = compressed.quantization_config(self._schemes, source.unquantized, with_inputs)
         self.config: dict[str, Any] = {"quantization_config": quantization}
+
+    def dtype_beside(self, asked: torch.dtype | None) -> torch.dtype | None:
+        """What the rest is stored in, None as it is. Raises FpquantError for what readers could not multiply by."""
+        if NVFP4 not in self._schemes.values():
+            return asked
+        if asked not in (None, torch.bfloat16):
+            name = str(asked).removeprefix("torch.")
+            raise FpquantError(f"compressed-tensors decodes nvfp4 to bfloat16, got --dtype {name}; leave it out")
+        return torch.bfloat16
 
     def _check_inputs(self, name: str, scheme: Scheme) -> None:
         """Inputs of a pair are all of the weight's scheme, which their thresholds say, or are refused."""

@@ -118,6 +118,11 @@ class Recipe:
         """What the layers' inputs are quantized to."""
         return self.weights if self.activations else None
 
+    @property
+    def input_ratio(self) -> float:
+        """The fraction of the inputs' blocks in low precision."""
+        return self.ratio if self.activation_ratio is None else self.activation_ratio
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

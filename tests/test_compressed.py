@@ -56,6 +56,10 @@ def test_every_value_is_the_checkpoints_own_and_the_config_says_which_is_which(m
         s_x = float(load_file(mixed / "model.safetensors")[f"{name}.input_scale"])
         given = shard[f"{name}.input_scale"] if t.high_blocks else 4 / shard[f"{name}.input_global_scale"]
         assert float(given) == s_x
+    assert config["dtype"] == "bfloat16"  # beside nvfp4, which readers decode to it
+    assert shard["model.embed_tokens.weight"].dtype == torch.bfloat16
+    with pytest.raises(FpquantError, match="decodes nvfp4 to bfloat16, got --dtype float32"):
+        fpquant.export(mixed, tmp_path / "fp32", to="compressed-tensors", dtype="float32")
     assert sorted(quantization["ignore"]) == ["lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in (0, 1))]
     assert {f.name for f in (tmp_path / "ct").iterdir()} >= {"tokenizer.json", "generation_config.json"}
     assert not (tmp_path / "ct/fpquant.json").exists()

@@ -101,9 +101,8 @@ class InPlace:
         if key not in self._input_scores:
             self.restore()
             self._input_scores[key] = self._inputs(recipe.inputs, recipe.policy)
-        ratio = recipe.ratio if recipe.activation_ratio is None else recipe.activation_ratio
         high = None if assignment is None else assignment.high
-        return self._input_scores[key].quantizers(ratio, recipe.threshold, high)[0]
+        return self._input_scores[key].quantizers(recipe.input_ratio, recipe.threshold, high)[0]
 
     def _quantize_inputs(self, quantizers: Mapping[str, InputQuantizer]) -> None:
         """Quantize the inputs of these modules from now on, and of no others."""
