@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import fpquant
 from fpquant.checkpoint import load_packed
@@ -111,6 +112,19 @@ def test_a_tensor_that_is_not_there_is_named(mixed, tmp_path):
     (directory / "fpquant.json").unlink()
     with pytest.raises(FpquantError, match=r"lacks model\.norm\.weight"):
         fpquant.export(directory, tmp_path / "ct", to="compressed-tensors")
+
+
+@pytest.mark.parametrize("activations", [False, True])
+def test_transformers_reads_the_same_model(activations, tiny_model, text_file, tmp_path):
+    settings = {"ratio": 0.5, "threshold": "layer", "activations": activations, "exclude": ("down_proj",)}
+    fpquant.calibrate(str(tiny_model), out=tmp_path / "q", dataset=str(text_file), **settings, **SMALL)
+    fpquant.export(tmp_path / "q", tmp_path / "ct", to="compressed-tensors")
+    assert {t.high_blocks > 0 for t in load_packed(tmp_path / "q").values()} == {False, True}
+    ids = torch.arange(2, 130).reshape(2, 64)
+    with torch.no_grad():
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "ct", dtype=torch.bfloat16)(input_ids=ids).logits
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)(input_ids=ids).logits
+    assert torch.equal(read, ours)
 
 
 def test_numbers_of_inputs_stay_fp32_in_a_model_of_another_dtype(mixed):
